@@ -1,0 +1,165 @@
+"""What the kernel knows of one open file: its blocks, its file system, its cached pages, its immutable bit.
+
+By descriptor only. Where a file may lie, and who may own it, is `kvtier_node.paths`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier_api.errors import InsufficientSpace, KernelError
+from kvtier_node.kernel import constants as c
+from kvtier_node.kernel import libc, mounts
+
+__all__ = [
+    "Extent",
+    "drop_cached_pages",
+    "extents",
+    "filesystem_type",
+    "free_bytes",
+    "preallocate",
+    "punch_hole",
+    "set_immutable",
+]
+
+_EXTENTS_PER_CALL: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One run of blocks (FIEMAP). Bytes; `physical` counts from the start of the file system's device."""
+
+    logical: int
+    physical: int
+    length: int
+    flags: int
+
+
+class _FiemapExtent(ctypes.Structure):
+    _fields_ = [
+        ("fe_logical", ctypes.c_uint64),
+        ("fe_physical", ctypes.c_uint64),
+        ("fe_length", ctypes.c_uint64),
+        ("fe_reserved64", ctypes.c_uint64 * 2),
+        ("fe_flags", ctypes.c_uint32),
+        ("fe_reserved", ctypes.c_uint32 * 3),
+    ]
+
+
+class _Fiemap(ctypes.Structure):
+    _fields_ = [
+        ("fm_start", ctypes.c_uint64),
+        ("fm_length", ctypes.c_uint64),
+        ("fm_flags", ctypes.c_uint32),
+        ("fm_mapped_extents", ctypes.c_uint32),
+        ("fm_extent_count", ctypes.c_uint32),
+        ("fm_reserved", ctypes.c_uint32),
+        ("fm_extents", _FiemapExtent * _EXTENTS_PER_CALL),
+    ]
+
+
+def preallocate(fd: int, size_bytes: int, *, path: str) -> None:
+    """Give the file `size_bytes` of blocks now (fallocate mode 0), so that no later write meets ENOSPC.
+
+    `path` is for messages. Raises InsufficientSpace with both numbers, KernelError where fallocate is not supported.
+    """
+    try:
+        libc.fallocate(fd, 0, 0, size_bytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise InsufficientSpace(
+                f"{size_bytes} bytes were asked for, {free_bytes(fd)} bytes are free",
+                obj=path,
+                remedy="ask for less, or free space on this file system",
+            ) from error
+        if error.errno == errno.EFBIG:
+            limit = os.fpathconf(fd, "PC_FILESIZEBITS")
+            raise InsufficientSpace(
+                f"{size_bytes} bytes were asked for, one file here holds at most {_largest_file(limit)} bytes",
+                obj=path,
+                remedy="ask for less, or raise RLIMIT_FSIZE",
+            ) from error
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise KernelError(
+                f"the file system {filesystem_type(fd)} cannot preallocate",
+                obj=path,
+                remedy="put the tier on ext4, XFS or f2fs",
+            ) from error
+        raise KernelError(f"fallocate of {size_bytes} bytes: {error.strerror}", obj=path) from error
+
+
+def _largest_file(size_bits: int) -> int:
+    import resource  # noqa: PLC0415  read on this path only
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    by_type: int = 2 ** (size_bits - 1) - 1
+    return by_type if soft == resource.RLIM_INFINITY else min(soft, by_type)
+
+
+def punch_hole(fd: int, offset: int, length: int) -> None:
+    """Give `length` bytes from `offset` back to the file system; they then read as zeros. Raises OSError."""
+    libc.fallocate(fd, c.FALLOC_FL_PUNCH_HOLE | c.FALLOC_FL_KEEP_SIZE, offset, length)
+
+
+def extents(fd: int) -> list[Extent]:
+    """Every extent of the file in order, dirty pages written first (FIEMAP_FLAG_SYNC). Raises OSError."""
+    found: list[Extent] = []
+    start = 0
+    request = _Fiemap()
+    while True:
+        request.fm_start = start
+        request.fm_length = c.FIEMAP_MAX_OFFSET - start
+        request.fm_flags = c.FIEMAP_FLAG_SYNC
+        request.fm_extent_count = _EXTENTS_PER_CALL
+        libc.ioctl(fd, c.FS_IOC_FIEMAP, request)
+        count = request.fm_mapped_extents
+        for entry in request.fm_extents[:count]:
+            found.append(Extent(entry.fe_logical, entry.fe_physical, entry.fe_length, entry.fe_flags))
+        if count == 0 or found[-1].flags & c.FIEMAP_EXTENT_LAST:
+            return found
+        start = found[-1].logical + found[-1].length
+
+
+def drop_cached_pages(fd: int) -> None:
+    """Write back and forget this file's clean pages. Pages that are mapped or locked stay (posix_fadvise(2))."""
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def free_bytes(fd: int) -> int:
+    """Bytes that an ordinary process can still allocate on this file system (root's reserve not counted)."""
+    found = os.fstatvfs(fd)
+    return found.f_bavail * found.f_frsize
+
+
+def filesystem_type(fd: int) -> str:
+    """`ext4`, `xfs`, `tmpfs`…; an unknown one is its magic number in hex. ext2, ext3, ext4 differ in mountinfo only."""
+    magic = libc.file_system_magic(fd)
+    if magic != c.EXT_SUPER_MAGIC and magic in c.FILE_SYSTEM_NAMES:
+        return c.FILE_SYSTEM_NAMES[magic]
+    mount_id = libc.statx_mount_id(fd)
+    device = os.fstat(fd).st_dev
+    table = mounts.mountinfo()
+    for entry in table:
+        if entry.mount_id == mount_id:
+            return entry.fs_type
+    for entry in table:  # a mount that was detached from the tree: another mount of the same device says the same
+        if entry.device == device:
+            return entry.fs_type
+    return "ext4" if magic == c.EXT_SUPER_MAGIC else hex(magic)
+
+
+def set_immutable(fd: int, immutable: bool) -> None:
+    """chattr +i or -i. Needs CAP_LINUX_IMMUTABLE. Raises OSError (ENOTTY, EOPNOTSUPP: no such bit here)."""
+    flags = ctypes.create_string_buffer(8)
+    libc.ioctl(fd, c.FS_IOC_GETFLAGS, flags)
+    value = int.from_bytes(flags.raw[:4], "little")
+    value = value | c.FS_IMMUTABLE_FL if immutable else value & ~c.FS_IMMUTABLE_FL
+    ctypes.memmove(flags, value.to_bytes(4, "little"), 4)
+    libc.ioctl(fd, c.FS_IOC_SETFLAGS, flags)
