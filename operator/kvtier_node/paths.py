@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier_api.errors import ForeignData, NotPermitted, UnsafePath
+from kvtier_api.errors import ForeignData, NotFound, NotPermitted, UnsafePath
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import libc, mounts
 from kvtier_node.kernel.refusal import refused, shown
@@ -28,6 +28,7 @@ _SAME_MOUNT: Final = _NOWHERE | c.RESOLVE_NO_XDEV
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _NAME_LIMIT_BYTES: Final = 255
 _PATH_LIMIT_BYTES: Final = 4095
+_STEM_BYTES: Final = 200  # of a name in the name of its temporary file
 _DEEPEST_TREE: Final = 32
 
 
@@ -66,6 +67,7 @@ def _components(path: str) -> list[str]:
 
 
 def _check_owner(found: os.stat_result, where: str, also: int | None = None) -> None:
+    """Raise UnsafePath unless it belongs to root, to us, or to uid `also`."""
     if found.st_uid not in {0, os.geteuid(), also}:
         raise UnsafePath(
             f"it belongs to uid {found.st_uid}, who could swap what is there",
@@ -202,11 +204,13 @@ class Directory:
 
     # Directories
 
-    def child(self, name: str, *, same_device: bool = True, owner_uid: int | None = None) -> Directory:
+    def child(
+        self, name: str, *, same_device: bool = True, owner_uid: int | None = None, any_owner: bool = False
+    ) -> Directory:
         """Open a directory in this one. `same_device=False` allows that a mount begins there (the volume's `mnt`).
 
-        It must belong to root, to us, or to `owner_uid`, and group and others may not write to it.
-        Raises NotFound, UnsafePath, NotPermitted.
+        It must belong to root, to us, or to `owner_uid`, and group and others may not write to it. `any_owner` drops
+        that rule: to erase what a consumer owns, whatever it did to the mode. Raises NotFound, UnsafePath.
         """
         _check_name(name, self.path)
         where = self._at(name)
@@ -216,7 +220,8 @@ class Directory:
         except OSError as error:
             raise refused(error, where) from error
         try:
-            _check_directory(fd, where, sticky_is_enough=False, also=owner_uid)
+            if not any_owner:
+                _check_directory(fd, where, sticky_is_enough=False, also=owner_uid)
         except BaseException:
             os.close(fd)
             raise
@@ -249,15 +254,17 @@ class Directory:
         except OSError as error:
             raise refused(error, self.path) from error
 
-    def stat(self, name: str) -> os.stat_result | None:
-        """lstat of an entry; None if there is none. Follows nothing, opens nothing."""
-        _check_name(name, self.path)
+    def stat(self, name: str) -> os.stat_result:
+        """lstat of an entry: follows nothing, opens nothing. Raises NotFound. The name may be one of others' making."""
         try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
+            return os.stat(self._one_component(name), dir_fd=self.fd, follow_symlinks=False)
         except OSError as error:
             raise refused(error, self._at(name)) from error
+
+    def _one_component(self, name: str) -> str:
+        if "/" in name or "\0" in name or name in ("", ".", ".."):
+            _check_name(name, self.path)
+        return name
 
     def is_mount_point(self) -> bool:
         return mounts.is_mount_point(self.fd)
@@ -275,7 +282,10 @@ class Directory:
             raise refused(error, self.path) from error
 
     def fsync(self) -> None:
-        os.fsync(self.fd)
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise refused(error, self.path, at_fd=self.fd) from error
 
     # Files
 
@@ -293,11 +303,13 @@ class Directory:
             raise refused(error, self._at(name)) from error
         return fd
 
-    def open_file(self, name: str, flags: int = os.O_RDONLY, *, owner_uid: int | None = None) -> int:
+    def open_file(
+        self, name: str, flags: int = os.O_RDONLY, *, owner_uid: int | None = None, any_owner: bool = False
+    ) -> int:
         """An existing file's descriptor.
 
-        It must be regular, on this mount, have this one name, and belong to root, to us or to `owner_uid`. It is looked at
-        before it is opened, so that a FIFO blocks nothing and a device notices nothing.
+        It must be regular, on this mount, have this one name, and belong to root, to us or to `owner_uid` (`any_owner`:
+        to anybody). It is looked at before it is opened, so that a FIFO blocks nothing and a device notices nothing.
 
         Raises NotFound, ForeignData (no regular file), UnsafePath (link, mount, second name, another's).
         """
@@ -314,7 +326,8 @@ class Directory:
             if not stat.S_ISREG(found.st_mode):
                 kind = stat.filemode(found.st_mode)[0]
                 raise ForeignData(f"no regular file (type {kind!r})", obj=shown(where), remedy="look what it is")
-            _check_owner(found, where, owner_uid)
+            if not any_owner:
+                _check_owner(found, where, owner_uid)
             if found.st_nlink != 1:
                 raise UnsafePath(
                     f"the file has {found.st_nlink} names, so it is elsewhere too",
@@ -344,10 +357,12 @@ class Directory:
         What has the name already must be such a file as `open_file` takes. Raises what it and `create_file` raise.
         """
         _check_name(name, self.path)
-        if self.stat(name) is not None:
-            os.close(self.open_file(name, os.O_RDONLY))
-        # Short enough for any name; recovery knows leftovers by the suffix.
-        temporary = f".{secrets.token_hex(8)}.tmp"
+        try:
+            os.close(self.open_file(name))
+        except NotFound:
+            pass
+        stem = os.fsdecode(os.fsencode(name)[:_STEM_BYTES])
+        temporary = f".{stem}.{secrets.token_hex(8)}.tmp"
         fd = self.create_file(temporary, mode, os.O_WRONLY)
         try:
             with open(fd, "wb") as file:

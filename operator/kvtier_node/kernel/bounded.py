@@ -234,10 +234,11 @@ def run_tool(argv: Sequence[str], *, timeout_s: float, pass_fds: Sequence[int] =
 
 
 def call(function: str, *, timeout_s: float, fds: Mapping[str, int] | None = None, **json_args: Any) -> dict[str, Any]:
-    """Call `"kvtier_node.module:name"` in a fresh interpreter; `fds` become arguments that hold inherited descriptors.
+    """Call `"kvtier_node.module:name"` in a fresh interpreter, as `name(fds={...}, **json_args)`; the dict it returns.
 
-    Arguments and the returned dict travel as JSON on pipes. An OSError or a KvtierError of the function is raised here
-    again as the same class; anything else, a kill and the limit (`timeout_s`, seconds) as KernelError.
+    `fds` are inherited; what the function gets holds the child's numbers of them. The rest travels as JSON on pipes.
+    An OSError or a KvtierError of the function is raised here again as the same class; anything else, a kill and the
+    limit (`timeout_s`, seconds) as KernelError.
     """
     # Copies, from 3 on: 0, 1 and 2 are the child's own streams, and nobody else closes a copy under us.
     copies = {name: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for name, fd in (fds or {}).items()}

@@ -1,8 +1,9 @@
 """The other end of `kernel.bounded.call`: one function call in a fresh interpreter that dies with its caller.
 
-`python -I -m kvtier_node.kernel.child <reply descriptor> <starter's pid>`, the request as JSON on stdin. The reply is
-one JSON object: `result`, `os_error`, `kvtier_error`, or `failure` (an exception's type and place, never its text: a text
-may quote an argument). Nothing is imported here that the call does not need.
+`python -I -m kvtier_node.kernel.child <reply descriptor> <starter's pid>`, the request as JSON on stdin. The function
+is called with `fds` (name to descriptor) and its own arguments, all by keyword, and returns a dict. The reply is one
+JSON object: `result`, `os_error`, `kvtier_error`, or `failure` (an exception's type and place, never its text: that may
+quote an argument). Nothing is imported here that the call does not need.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _place(error: BaseException) -> str:
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         module, _, name = request["function"].partition(":")
-        result = getattr(importlib.import_module(module), name)(**request["fds"], **request["args"])
+        result = getattr(importlib.import_module(module), name)(fds=request["fds"], **request["args"])
         if not isinstance(result, dict):
             return {"failure": f"{request['function']} returned {type(result).__name__}, not a dict"}
         json.dumps(result)

@@ -105,15 +105,15 @@ def punch_hole(fd: int, offset: int, length: int) -> None:
     libc.fallocate(fd, c.FALLOC_FL_PUNCH_HOLE | c.FALLOC_FL_KEEP_SIZE, offset, length)
 
 
-def extents(fd: int) -> list[Extent]:
-    """Every extent of the file in order, dirty pages written first (FIEMAP_FLAG_SYNC). Raises OSError."""
+def extents(fd: int, *, sync: bool = True) -> list[Extent]:
+    """Every extent of the file in order; `sync`: dirty pages are written first (FIEMAP_FLAG_SYNC). Raises OSError."""
     found: list[Extent] = []
     start = 0
     request = _Fiemap()
     while True:
         request.fm_start = start
         request.fm_length = c.FIEMAP_MAX_OFFSET - start
-        request.fm_flags = c.FIEMAP_FLAG_SYNC
+        request.fm_flags = c.FIEMAP_FLAG_SYNC if sync else 0
         request.fm_extent_count = _EXTENTS_PER_CALL
         libc.ioctl(fd, c.FS_IOC_FIEMAP, request)
         count = request.fm_mapped_extents

@@ -1,6 +1,6 @@
 """System calls that Python's `os` lacks, by ctypes. Each raises `OSError(errno, strerror, path)`.
 
-The only module that calls libc. It knows kernel structures and no policy: what an error means is said by its callers.
+It knows kernel structures and no policy: what an error means is said by its callers.
 """
 
 from __future__ import annotations

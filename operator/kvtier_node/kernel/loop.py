@@ -127,7 +127,7 @@ def attach(image_fd: int, *, direct_io: bool = True, read_only: bool = False) ->
     """A new loop device on the open image (LOOP_CONFIGURE, Linux 5.8: never half set up).
 
     The device outlives this process: detach it, or `set_autoclear` once it is mounted. `direct_io` is asked for; what
-    the kernel granted is in `status`. Raises KernelError, Busy (every free device was taken by others, again and again).
+    the kernel granted is in `status`. Raises KernelError, Busy (others took each free device).
     """
     try:
         control = _open("/dev/loop-control", os.O_RDWR)
@@ -195,8 +195,8 @@ def _is_still(device: LoopDevice, info: _LoopInfo64) -> bool:
 def detach(device: LoopDevice) -> bool:
     """Give the device back; whether it is free now.
 
-    False: a mount or descriptor still holds it, and the kernel frees it (autoclear) when the last one goes. A device that
-    is free already, or has another image by now, is left alone: True. Raises KernelError.
+    False: a mount or descriptor still holds it, and the kernel frees it (autoclear) when the last one goes. A device
+    that is free already, or has another image by now, is left alone: True. Raises KernelError.
     """
     try:
         fd = _open(device.path)

@@ -5,6 +5,7 @@ Reads only; mounting is `kernel.libc`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -82,16 +83,19 @@ def mounts_of_device(dev: int) -> list[MountEntry]:
     return [entry for entry in mountinfo() if entry.device == dev]
 
 
-def _one_thread_per_namespace() -> Iterator[tuple[int, str]]:
-    """(process id, /proc path of a thread) for each mount namespace that some thread lives in, this one excepted."""
-    seen = {os.readlink("/proc/self/ns/mnt")}
+def _namespace(thread: str) -> str | None:
+    """The mount namespace of a thread; None if this process may not ask (its capabilities are not a superset)."""
+    try:
+        return os.readlink(f"/proc/{thread}/ns/mnt")
+    except PermissionError:
+        return None
+
+
+def _threads() -> Iterator[tuple[int, str]]:
+    """(process id, its thread's path below /proc), the lowest process id first."""
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                namespace = os.readlink(f"/proc/{pid}/task/{thread}/ns/mnt")
-                if namespace not in seen:
-                    seen.add(namespace)
-                    yield pid, f"{pid}/task/{thread}"
+            yield from ((pid, f"{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task"))
         except _GONE:
             continue
 
@@ -99,15 +103,28 @@ def _one_thread_per_namespace() -> Iterator[tuple[int, str]]:
 def mounts_elsewhere(dev: int) -> list[tuple[int, str]]:
     """(pid, mount point as that process sees it) in other mount namespaces, one pid per namespace.
 
-    Raises PermissionError unless run with CAP_SYS_PTRACE: a namespace that cannot be read is not "no mount". One that
-    only a descriptor or a bind mount keeps alive has no process and is not seen here: `loop.is_claimed` sees its effect.
+    Threads count: one can have a namespace of its own. Raises PermissionError for a table that cannot be read: that is
+    not "no mount". A namespace that only a descriptor or a bind mount keeps alive has no process and is not seen here;
+    `loop.is_claimed` sees its effect.
     """
     found: list[tuple[int, str]] = []
-    for pid, thread in _one_thread_per_namespace():
+    namespaces = {_namespace("self")}
+    known_mounts = {entry.mount_id for entry in mountinfo()}
+    for pid, thread in _threads():
         try:
+            namespace = _namespace(thread)
+            if namespace is not None and namespace in namespaces:
+                continue
             table = mountinfo(thread)
-        except _GONE:
+        except OSError as error:
+            if isinstance(error, _GONE) or error.errno == errno.EINVAL:  # EINVAL: a zombie has no namespace any more
+                continue
+            raise
+        namespaces.add(namespace)
+        # A mount belongs to one namespace, and ids are the kernel's own: a table that shares one is a table we have.
+        if any(entry.mount_id in known_mounts for entry in table):
             continue
+        known_mounts.update(entry.mount_id for entry in table)
         found.extend((pid, entry.mount_point) for entry in table if entry.device == dev)
     return found
 
