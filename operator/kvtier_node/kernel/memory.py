@@ -30,7 +30,7 @@ def _check(result: int) -> int:
 @contextmanager
 def secret_page(size_bytes: int) -> Iterator[memoryview]:
     """A view of `size_bytes` (at most a page) of fresh random bytes; zeroed when the block ends. Raises OSError."""
-    with mmap.mmap(-1, mmap.PAGESIZE) as page:
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         page.madvise(mmap.MADV_DONTDUMP)
         page.madvise(_MADV_WIPEONFORK)
         holder = (ctypes.c_char * mmap.PAGESIZE).from_buffer(page)

@@ -1,0 +1,82 @@
+"""`SealOnly`: plain preallocated files that only a sealing engine may fill. The fast path: no byte is encrypted twice.
+
+There is no volume key. The engine's data keys live in its process's memory and end with it: the process's death is the
+erasure. The agent does not take that on trust: it samples the slots. A used block that is not ciphertext is a finding,
+`Encrypted` turns False, and the erasure overwrites. Never chosen by `Auto`. Needs no root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier_api.volume import BackendName
+from kvtier_node.backends import plain
+from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
+from kvtier_node.paths import Directory
+from kvtier_node.receipts import Step, Technique
+from kvtier_node.sampling import Range
+
+__all__ = ["SealOnly"]
+
+
+class SealOnly:
+    name = BackendName.SEAL_ONLY
+    technique = Technique.PROCESS_DEATH
+    own_device = False
+
+    def probe(self, tier: Directory, *, device: str | None) -> Probe:
+        if device is not None:
+            return Probe(False, "SealOnly works on files; spec.device is for DmCrypt")
+        return Probe(True, "plain files; only a sealing engine may fill them")
+
+    def bytes_needed(self, slots_bytes: int) -> int:
+        return plain.bytes_needed(slots_bytes)
+
+    def create(self, place: Directory, request: VolumeRequest, note: Note) -> None:
+        plain.create_directories(place)
+        note(facts={"cipher": "AES-256-GCM in the engine (slots)"})
+
+    def measure(self, place: Directory, request: VolumeRequest, key_id: str | None) -> Measurement:
+        result, count = plain.read_back_slots(place, request)
+        facts = {
+            "files": count,
+            "blocks": result.blocks,
+            "ciphertext": result.ciphertext,
+            "plaintext": result.plaintext,
+        }
+        if result.plaintext:
+            return Measurement(False, f"slots hold plaintext: {result.sentence()}", facts)
+        if result.ciphertext == 0:
+            return Measurement(None, "no slot is used yet: nothing to measure", facts)
+        return Measurement(True, f"every used block that was sampled is ciphertext: {result.sentence()}", facts)
+
+    def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
+        return [
+            plain.fence(place, request),
+            Step("process-death", True, "the data keys were only in the memory of the consumer, which has ended"),
+        ]
+
+    def data_ranges(self, place: Directory, request: VolumeRequest) -> list[Range]:
+        return []
+
+    def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
+        result, _ = plain.read_back_slots(place, request)
+        if result.plaintext == 0:
+            return [Step("read-back", True, result.sentence())]
+        over = plain.overwrite_slots(place, request)
+        again, _ = plain.read_back_slots(place, request)
+        return [
+            Step("read-back", False, f"the engine did not seal: {result.sentence()}"),
+            over,
+            Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()),
+        ]
+
+    def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
+        return plain.remove_directories(place, request, discard=discard)
+
+    def not_covered(self) -> list[str]:
+        return [
+            "bytes that a consumer wrote without sealing them: they are looked for by sampling only",
+            "names, sizes and times of the slot files are metadata of the host's file system",
+            "main memory: pages of the consumer and of the page cache are the kernel's to reuse",
+        ]

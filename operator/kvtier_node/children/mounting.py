@@ -1,0 +1,45 @@
+"""Mounts, in a child: mount(2) and umount2(2) can hang on a device that does not answer."""
+
+from __future__ import annotations
+
+import os
+
+from kvtier_node.children.keys import KEY_BYTES, new_key
+from kvtier_node.kernel import constants, fscrypt, libc
+from kvtier_node.kernel.namespaces import leave_mount_namespace
+
+__all__ = ["mount", "probe_fscrypt", "unmount"]
+
+_FLAGS = constants.MS_NODEV | constants.MS_NOSUID | constants.MS_NOEXEC | constants.MS_NOATIME
+
+
+def mount(*, fds: dict[str, int], source: str) -> dict[str, object]:
+    """Mount the ext4 on `source` on the directory that `fds["target"]` is, whatever its name is by now."""
+    libc.mount(source, f"/proc/self/fd/{fds['target']}", "ext4", _FLAGS, "errors=remount-ro")
+    return {}
+
+
+def unmount(*, fds: dict[str, int]) -> dict[str, object]:
+    """Take the mount whose root `fds["root"]` is off its path at once, users or not."""
+    libc.umount2(f"/proc/self/fd/{fds['root']}", constants.MNT_DETACH)
+    return {}
+
+
+def probe_fscrypt(*, fds: dict[str, int], source: str) -> dict[str, object]:
+    """Whether the ext4 on `source` takes a key and a policy, tried in a mount namespace that ends with this child."""
+    del fds
+    leave_mount_namespace()
+    libc.mount(source, "/mnt", "ext4", _FLAGS, None)
+    root = os.open("/mnt", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    os.mkdir("probe", 0o700, dir_fd=root)
+    probe = os.open("probe", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+    with new_key(KEY_BYTES) as key:
+        key_id = fscrypt.add_key(root, key)
+    fscrypt.set_policy(probe, key_id)
+    os.close(probe)
+    fscrypt.remove_key(root, key_id)
+    status = fscrypt.key_status(root, key_id)
+    return {
+        "ok": status is fscrypt.KeyStatus.ABSENT,
+        "reason": f"ext4 took an fscrypt v2 policy; after removal the kernel reports the key {status.name}",
+    }

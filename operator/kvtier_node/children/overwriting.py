@@ -1,0 +1,29 @@
+"""Overwriting a file in place, in a child: it is slow, and can hang on a device that does not answer."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Final
+
+from kvtier_node.kernel import files
+
+__all__ = ["overwrite"]
+
+_CHUNK_BYTES: Final = 4 << 20
+
+
+def overwrite(*, fds: dict[str, int]) -> dict[str, object]:
+    """Overwrite the allocated bytes of `fds["file"]` with random bytes, in place, and make them durable."""
+    fd = fds["file"]
+    written = 0
+    size = os.fstat(fd).st_size
+    for part in files.extents(fd, sync=True):
+        end = min(part.logical + part.length, size)
+        for offset in range(part.logical, end, _CHUNK_BYTES):
+            data = os.urandom(min(_CHUNK_BYTES, end - offset))
+            if os.pwrite(fd, data, offset) != len(data):
+                raise OSError(errno.EIO, f"short write at byte {offset}")
+            written += len(data)
+    os.fdatasync(fd)
+    return {"written": written}

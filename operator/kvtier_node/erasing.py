@@ -1,0 +1,179 @@
+"""Ending a volume: InUse → Dying → Erasing → Erased, and the receipt of it.
+
+The order is fixed: fence, destroy the key, verify in the kernel, read back, discard, release, record. Each step can be run
+again after a crash. Nothing is claimed that a step did not verify: while one fails, the volume stays `Erasing`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvtier_api.erasure import Trigger
+from kvtier_api.errors import EraseIncomplete
+from kvtier_api.tier import KVCacheTierSpec, ScrubVerify
+from kvtier_api.volume import BackendName, VolumeState
+from kvtier_node import backends
+from kvtier_node.kernel.processes import boot_id
+from kvtier_node.ledger import VolumeRow
+from kvtier_node.live import LiveVolume, ranges_of, request_of
+from kvtier_node.node import Node
+from kvtier_node.receipts import Receipt, ReceiptDraft, Step, Technique, TierIdentity, seconds, utc_now
+
+__all__ = ["Death", "abandon", "erase"]
+
+
+@dataclass(frozen=True)
+class Death:
+    """When the consumer was seen dead: wall time for the record, CLOCK_MONOTONIC seconds for the deadline."""
+
+    at: str
+    monotonic: float
+
+    @classmethod
+    def now(cls) -> Death:
+        return cls(utc_now(), time.monotonic())
+
+
+def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None = None) -> Receipt:
+    """Erase the volume of `live` and put it on record; release the guardian's lock. Idempotent.
+
+    Raises EraseIncomplete while anything may still be reachable; `live` is then still guarded, and the call can be
+    made again. Raises KernelError, LedgerError, UnsafePath in the same way.
+    """
+    begin, clock = utc_now(), time.monotonic()
+    live.attempts += 1
+    row = _enter_erasing(node, live, trigger, death)
+    live.close_watch()
+    steps, destroyed_at, destroyed_clock = _erase_place(node, row)
+    refuse_false_claim(row, steps)
+    deadline_s = float(KVCacheTierSpec.model_validate(row.spec).scrub.deadline)
+    took_s = destroyed_clock - (death.monotonic if death else clock)
+    receipt = node.ledger.finish(
+        row.volume_id,
+        _draft(node, row, trigger).model_copy(
+            update={
+                "technique": _technique(row, steps),
+                "consumer_died_at": row.facts.get("died_at"),
+                "begin": begin,
+                "key_destroyed_at": destroyed_at,
+                "end": utc_now(),
+                "deadline_s": seconds(deadline_s),
+                "deadline_met": took_s <= deadline_s if death else None,
+                "duration_s": seconds(round(took_s, 6)),
+                "steps": steps,
+            }
+        ),
+        node.identity,
+    )
+    live.row = node.ledger.get(row.volume_id)
+    node.places.forget(row.place)
+    live.guardian.close(ended=True)
+    return receipt
+
+
+def abandon(node: Node, live: LiveVolume, reason: str) -> Receipt:
+    """An administrator's word ends the volume: `Abandoned`, with the reason on a receipt that claims no erasure."""
+    row = node.ledger.get(live.volume_id)
+    now = utc_now()
+    step = Step(
+        "abandoned", None, f"by an administrator: {reason}; nothing was verified, bytes may be left at {row.place}"
+    )
+    draft = _draft(node, row, Trigger.REQUEST).model_copy(
+        update={"technique": Technique.NOTHING, "begin": now, "end": now, "steps": [step]}
+    )
+    receipt = node.ledger.finish(row.volume_id, draft, node.identity, to=VolumeState.ABANDONED)
+    live.close_watch()
+    live.guardian.close(ended=True)
+    return receipt
+
+
+def _enter_erasing(node: Node, live: LiveVolume, trigger: Trigger, death: Death | None) -> VolumeRow:
+    row = node.ledger.get(live.volume_id)
+    if row.state is VolumeState.IN_USE:
+        facts = {"died_at": death.at} if death else {}
+        row = node.ledger.advance(row.volume_id, VolumeState.DYING, reason=trigger.value, facts=facts)
+    if row.state is not VolumeState.ERASING:
+        row = node.ledger.advance(row.volume_id, VolumeState.ERASING, reason=trigger.value)
+    return row
+
+
+def _erase_place(node: Node, row: VolumeRow) -> tuple[list[Step], str, float]:
+    """The steps, and when the key was verified gone: UTC and CLOCK_MONOTONIC."""
+    backend, request = backends.BACKENDS[BackendName(row.backend)], request_of(row)
+    spec = KVCacheTierSpec.model_validate(row.spec)
+    place = node.places.open(row.place)
+    if place is None:
+        return [_absent(row)], utc_now(), time.monotonic()
+    with place:
+        ranges = ranges_of(row) + backend.data_ranges(place, request)
+        steps = list(backend.destroy_key(place, request, row.key_id))
+        destroyed_at, clock = utc_now(), time.monotonic()
+        if row.boot_id != boot_id() and backend.technique is Technique.KEY_DESTROYED:
+            steps.append(Step("boot-id", True, f"the kernel of boot {row.boot_id}, which had the key, no longer runs"))
+        if spec.scrub.verify is ScrubVerify.SAMPLE:
+            steps += backend.read_back(place, request, ranges)
+        steps += backend.release(place, request, discard=spec.scrub.discard)
+    return steps, destroyed_at, clock
+
+
+def _absent(row: VolumeRow) -> Step:
+    """A place whose directory is not there. Only where that proves something is it taken as erased."""
+    if row.device is None and row.key_id is None and "inodes" not in row.facts:
+        return Step("place", True, "the volume was recorded, and its directory never made")
+    backend = backends.BACKENDS[BackendName(row.backend)]
+    if row.boot_id != boot_id() and backend.technique is Technique.KEY_DESTROYED:
+        return Step(
+            "boot-id",
+            True,
+            f"the directory is gone; its key was only in the kernel of boot {row.boot_id}, which no longer runs",
+        )
+    raise EraseIncomplete(
+        "the place is not there: its file system may not be mounted",
+        obj=row.place,
+        remedy="mount it again, or end it with 'kvtier erase --abandon --reason ...' if it is really gone",
+    )
+
+
+def refuse_false_claim(row: VolumeRow, steps: list[Step]) -> None:
+    """Raise EraseIncomplete if a step failed that no later step made good."""
+    results = {step.name: step for step in steps}
+    for name, step in results.items():
+        mended = results.get(f"{name}-after-overwrite")
+        if step.ok is False and not (mended is not None and mended.ok):
+            raise EraseIncomplete(
+                f"step {name} failed: {step.detail}", obj=row.place, remedy="kvtier tries again by itself"
+            )
+
+
+def _technique(row: VolumeRow, steps: list[Step]) -> Technique:
+    names = {step.name for step in steps}
+    if "overwrite" in names:
+        return Technique.OVERWRITE
+    if names == {"place"}:
+        return Technique.NOTHING
+    if "boot-id" in names:
+        return Technique.KEY_LOST
+    return backends.BACKENDS[BackendName(row.backend)].technique
+
+
+def _draft(node: Node, row: VolumeRow, trigger: Trigger) -> ReceiptDraft:
+    now = utc_now()
+    backend = backends.BACKENDS[BackendName(row.backend)]
+    return ReceiptDraft(
+        node_name=node.name,
+        tier=TierIdentity(uid=row.tier_uid, namespace=row.tier_namespace, name=row.tier_name),
+        volume_id=row.volume_id,
+        place=row.place,
+        device_serial=row.facts.get("device_serial"),
+        backend=backend.name,
+        technique=Technique.NOTHING,
+        cipher=row.facts.get("cipher"),
+        key_id=row.key_id,
+        trigger=trigger,
+        size_bytes=row.size_bytes,
+        begin=now,
+        end=now,
+        not_covered=backend.not_covered(),
+        versions=node.versions,
+    )

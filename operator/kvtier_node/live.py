@@ -1,0 +1,62 @@
+"""A volume in the hands of its guardian: its row, its lock, its marker, and the descriptors of its slot files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY
+from kvtier_node.backends.base import VolumeRequest
+from kvtier_node.guardian import Guardian
+from kvtier_node.ledger import VolumeRow
+from kvtier_node.places import MOUNT_NAME
+from kvtier_node.sampling import Range
+from kvtier_node.slots import SlotWatch
+
+__all__ = ["LiveVolume", "ranges_of", "request_of"]
+
+
+@dataclass
+class LiveVolume:
+    """A volume that this process guards."""
+
+    row: VolumeRow
+    guardian: Guardian
+    watch: SlotWatch | None = None
+    attempts: int = 0
+
+    @property
+    def volume_id(self) -> str:
+        return self.row.volume_id
+
+    @property
+    def marker_path(self) -> str:
+        return f"{self.row.place}/{MOUNT_NAME}/{MARKER_NAME}"
+
+    @property
+    def slots_path(self) -> str:
+        return f"{self.row.place}/{MOUNT_NAME}/{SLOTS_DIRECTORY}"
+
+    def close_watch(self) -> None:
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
+
+def request_of(row: VolumeRow) -> VolumeRequest:
+    """What the backend was asked for, from the record."""
+    return VolumeRequest(
+        volume_id=row.volume_id,
+        slots_bytes=row.bytes_per_rank * row.ranks,
+        cipher=row.cipher,
+        uid=int(row.facts["uid"]),
+        gid=int(row.facts["gid"]),
+        device=row.spec.get("device"),
+        own_inodes=frozenset(row.facts.get("inodes", ())),
+    )
+
+
+def ranges_of(row: VolumeRow) -> list[Range]:
+    """Where the slot files were laid when the volume was made."""
+    found: list[list[Any]] = row.facts.get("data_ranges", [])
+    return [Range(int(offset), int(length)) for offset, length in found]

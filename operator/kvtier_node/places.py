@@ -1,0 +1,149 @@
+"""Places: the directories that volumes live in, each declared by a signed `place.json` before anything else is in it.
+
+A tier's directory belongs to kvtier alone. Whatever is there that does not carry this node's signature is `ForeignData`:
+it is named, it blocks provisioning, and it is never read further, changed or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+from kvtier_api.errors import ForeignData, KvtierError, VerificationFailed
+from kvtier_node.identity import NodeIdentity
+from kvtier_node.paths import AllowedRoots, Directory
+from kvtier_node.receipts import PLACE_NAME, PlaceRecord, read_place, sign_place
+
+__all__ = ["IMAGE_NAME", "MOUNT_NAME", "PLACE_NAME", "Places"]
+
+MOUNT_NAME: Final = "mnt"
+IMAGE_NAME: Final = "volume.img"
+_LIMIT_BYTES: Final = 256 * 1024
+_DEPTH: Final = 6
+_FOREIGN_LISTED: Final = 5
+
+
+class Places:
+    """The places of one node, under the roots that its administrator allows."""
+
+    def __init__(self, roots: Sequence[str], identity: NodeIdentity) -> None:
+        self.roots = list(roots)
+        self._allowed = AllowedRoots(roots)
+        self._identity = identity
+
+    def tier_directory(self, path: str, *, create: bool) -> Directory:
+        """The tier's directory, every step of the way checked. Raises NotPermitted, UnsafePath, OSError."""
+        return self._allowed.open_directory(path, create=create)
+
+    def refuse_foreign(self, tier: Directory, known: Collection[str]) -> None:
+        """Raise ForeignData if the tier's directory holds anything that this node's kvtier did not make.
+
+        `known`: the ids of the volumes that the ledger has in this directory, so that one just being made is not foreign.
+        """
+        foreign = [name for name in tier.names() if name not in known and not self._is_ours(tier, name)]
+        if foreign:
+            listed = ", ".join(repr(name) for name in foreign[:_FOREIGN_LISTED])
+            more = f" and {len(foreign) - _FOREIGN_LISTED} more" if len(foreign) > _FOREIGN_LISTED else ""
+            raise ForeignData(
+                f"holds what kvtier did not make: {listed}{more}",
+                obj=tier.path,
+                remedy="move it away, or give the tier an empty directory of its own; kvtier touches nothing here until then",
+            )
+
+    def _is_ours(self, tier: Directory, name: str) -> bool:
+        info = tier.stat(name)
+        if info is None:
+            return True  # it went meanwhile
+        if not stat.S_ISDIR(info.st_mode):
+            return False
+        if name == "lost+found":  # ext4's own, where the tier's directory is the root of a file system
+            with tier.child(name) as found:
+                return not found.names()
+        try:
+            with tier.child(name) as place:
+                self._read(place)
+        except (KvtierError, OSError):
+            return False
+        return True
+
+    def _read(self, place: Directory) -> PlaceRecord:
+        """The record in `place`. Raises VerificationFailed where it is not this node's."""
+        if PLACE_NAME not in place.names():
+            raise VerificationFailed("has no place.json", obj=place.path, remedy="it is not kvtier's")
+        record = read_place(place.read_file(PLACE_NAME, _LIMIT_BYTES), self._identity.public_key)
+        if record.place != place.path:
+            raise VerificationFailed(
+                f"declares {record.place}", obj=f"{place.path}/{PLACE_NAME}", remedy="it was moved or copied"
+            )
+        return record
+
+    def declare(self, tier: Directory, record: PlaceRecord) -> Directory:
+        """Make the place's directory and put its signed record there, durably. Raises ForeignData if the name is taken."""
+        place = tier.mkdir(record.volume_id, 0o711)
+        try:
+            place.write_file_atomic(PLACE_NAME, sign_place(record, self._identity), 0o600)
+            tier.fsync()
+        except BaseException:
+            place.close()
+            raise
+        return place
+
+    def open(self, path: str) -> Directory | None:
+        """The place at `path`, or None where there is none any more. Raises VerificationFailed, UnsafePath, NotPermitted."""
+        try:
+            tier = self.tier_directory(os.path.dirname(path), create=False)
+        except FileNotFoundError:
+            return None
+        with tier:
+            name = os.path.basename(path)
+            return tier.child(name) if name in tier.names() else None
+
+    def forget(self, path: str) -> None:
+        """Remove the directory of a place that is erased and on record: only `place.json` can be left in it."""
+        try:
+            tier = self.tier_directory(os.path.dirname(path), create=False)
+        except FileNotFoundError:
+            return
+        with tier:
+            name = os.path.basename(path)
+            if name not in tier.names():
+                return
+            with tier.child(name) as place:
+                for left in place.names():
+                    if left == PLACE_NAME or left.startswith(f".{PLACE_NAME}."):
+                        place.unlink(left)
+            tier.rmdir(name)
+            tier.fsync()
+
+    def discover(self) -> Iterator[tuple[str, PlaceRecord | None]]:
+        """Every directory under the roots that is called like a volume, with its record if this node signed it.
+
+        For rebuilding a lost ledger. Follows no link, crosses into no volume, and goes `_DEPTH` levels deep.
+        """
+        for root in self.roots:
+            try:
+                directory = self._allowed.open_directory(root, create=False)
+            except FileNotFoundError:
+                continue
+            with directory:
+                yield from self._walk(directory, _DEPTH)
+
+    def _walk(self, directory: Directory, depth: int) -> Iterator[tuple[str, PlaceRecord | None]]:
+        for name in directory.names():
+            info = directory.stat(name)
+            if info is None or not stat.S_ISDIR(info.st_mode):
+                continue
+            try:
+                child = directory.child(name, same_device=False)
+            except (KvtierError, OSError):
+                continue  # not ours to enter; refuse_foreign names it when a tier wants the place
+            with child:
+                if name.startswith("kvv-"):
+                    try:
+                        yield child.path, self._read(child)
+                    except KvtierError:
+                        yield child.path, None
+                elif depth > 1:
+                    yield from self._walk(child, depth - 1)
