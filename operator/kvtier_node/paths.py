@@ -59,7 +59,9 @@ def _components(path: str) -> list[str]:
     elif "//" in path:
         fault = "a path must not hold an empty component"
     if fault:
-        raise UnsafePath(fault, obj=shown(path[:300]), remedy="write it absolute and clean, as realpath shows it")
+        raise UnsafePath(
+            fault, obj=shown(path[:300]) or "''", remedy="write it absolute and clean, as realpath shows it"
+        )
     names = path.split("/")[1:] if path != "/" else []
     for name in names:
         _check_name(name, path[:300])
@@ -139,7 +141,7 @@ class AllowedRoots:
         resolve = _SAME_MOUNT if same_mount else _NOWHERE
         for may_create in (create is not None, False):
             try:
-                return libc.openat2(fd, name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, 0, resolve)
+                return libc.openat2(fd, name, os.O_PATH | os.O_DIRECTORY, 0, resolve)
             except OSError as error:
                 if error.errno == errno.ENOTDIR and last:
                     raise ForeignData(
@@ -147,21 +149,28 @@ class AllowedRoots:
                     ) from error
                 if error.errno != errno.ENOENT or not may_create:
                     raise refused(error, where) from error
-            _make_directory(fd, name, where, create or 0)
+            try:
+                _make_directory(fd, name, where, create or 0)
+            except ForeignData:
+                continue  # another was faster: what it made is looked at like all that exists
+            with Directory(_reopen(fd, os.O_RDONLY | os.O_DIRECTORY, where), where) as parent:
+                parent.fsync()
         raise AssertionError(where)
 
 
 def _make_directory(parent_fd: int, name: str, where: str, mode: int) -> None:
-    """mkdir, durable in its parent. One that appeared meanwhile is left to the caller's checks."""
+    """mkdir with exactly `mode`, whatever the umask. Raises ForeignData if the name exists."""
     try:
-        os.mkdir(name, mode, dir_fd=parent_fd)
-    except FileExistsError:
-        return
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+        fd = libc.openat2(parent_fd, name, os.O_PATH | os.O_DIRECTORY, 0, _SAME_MOUNT)
     except OSError as error:
         raise refused(error, where, at_fd=parent_fd) from error
-    fd = _reopen(parent_fd, os.O_RDONLY | os.O_DIRECTORY, where)
     try:
-        os.fsync(fd)
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise ForeignData("another put a directory in its place", obj=shown(where), remedy="look who did")
+        os.chmod(f"/proc/self/fd/{fd}", mode)
+    except OSError as error:
+        raise refused(error, where) from error
     finally:
         os.close(fd)
 
@@ -214,7 +223,7 @@ class Directory:
         """
         _check_name(name, self.path)
         where = self._at(name)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        flags = os.O_RDONLY | os.O_DIRECTORY
         try:
             fd = libc.openat2(self.fd, name, flags, 0, _SAME_MOUNT if same_device else _NOWHERE)
         except OSError as error:
@@ -230,14 +239,10 @@ class Directory:
     def mkdir(self, name: str, mode: int = 0o755) -> Directory:
         """Make and open a directory with exactly `mode`; durable after `fsync`. Raises ForeignData if it exists."""
         _check_name(name, self.path)
-        try:
-            os.mkdir(name, 0o700, dir_fd=self.fd)
-        except OSError as error:
-            raise refused(error, self._at(name), at_fd=self.fd) from error
-        made = self.child(name)
+        _make_directory(self.fd, name, self._at(name), mode)
+        made = self.child(name, any_owner=True)
         try:
             made._expect_empty()
-            made.chmod(mode)
         except BaseException:
             made.close()
             raise
