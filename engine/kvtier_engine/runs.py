@@ -1,0 +1,79 @@
+"""Runs: items of one job whose slots are adjacent, moved by one system call per rank file.
+
+Sealing several small slots into one buffer and writing it at once is what keeps the interpreter out of the way at
+64 KiB. A run lives from the planning of a job until all ranks have moved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvtier_api.errors import EngineError
+from kvtier_engine.jobs import Job, Outcome
+from kvtier_engine.sealing import SlotSeal
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Item", "Run", "adjacent", "views_of"]
+
+Item: TypeAlias = "tuple[bytes, Sequence[Buffer]]"  # a block's key, and its memory for each rank of the store
+
+
+class Run:
+    """Adjacent slots of one job. `views[position][k]` is the caller's memory for the k-th slot and that rank file."""
+
+    __slots__ = ("bad_medium", "digests", "items", "job", "ranks_left", "seals", "tags", "verdicts", "views")
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        items: list[int],
+        seals: list[SlotSeal],
+        digests: list[bytes],
+        views: list[list[memoryview]],
+        tags: list[list[bytes]],
+    ) -> None:
+        self.job = job
+        self.items = items
+        self.seals = seals
+        self.digests = digests
+        self.views = views
+        self.tags = tags
+        self.ranks_left = len(views)
+        self.bad_medium = False
+        self.verdicts: list[Outcome | None] = [None] * len(items)
+
+    @property
+    def first_slot(self) -> int:
+        return self.seals[0].slot
+
+
+def adjacent(slots: Sequence[int], most: int) -> list[range]:
+    """Split positions of an ascending list of slots into ranges of neighbours, at most `most` long."""
+    runs: list[range] = []
+    start = 0
+    for position in range(1, len(slots) + 1):
+        if position == len(slots) or slots[position] != slots[position - 1] + 1 or position - start == most:
+            runs.append(range(start, position))
+            start = position
+    return runs
+
+
+def views_of(
+    buffers: Sequence[Buffer], *, ranks: int, slot_size_bytes: int, writable: bool, obj: str
+) -> list[memoryview]:
+    """Flat byte views of one item's buffers, without copying. Raises EngineError when they do not suit the store."""
+    if len(buffers) != ranks:
+        raise EngineError(f"{len(buffers)} buffers", obj=obj, remedy=f"one for each of the {ranks} ranks of this store")
+    views = []
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if not view.c_contiguous or (writable and view.readonly):
+            raise EngineError("memory that is not contiguous, or not writable", obj=obj, remedy="pass a flat buffer")
+        if not 0 < view.nbytes <= slot_size_bytes:
+            raise EngineError(f"{view.nbytes} bytes", obj=obj, remedy=f"1 to {slot_size_bytes} bytes per rank")
+        views.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
+    return views

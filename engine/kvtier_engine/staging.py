@@ -1,0 +1,74 @@
+"""A ring of page-aligned buffers through which slots pass on their way to and from the file.
+
+A buffer holds one run of adjacent slots (what one pwritev or preadv moves), a page for the last tag, and room for one
+padded block. The memory is anonymous and private, kept out of core dumps and wiped in forked children. It is taken
+from the kernel when first used. `torch_staging` registers the same kind of memory with CUDA.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvtier_api.errors import EngineError
+from kvtier_engine import kernel_calls
+
+__all__ = ["PAGE_BYTES", "StagingBuffer", "StagingRing", "aligned_memory"]
+
+PAGE_BYTES: Final = 4096
+
+
+def aligned_memory(size_bytes: int) -> mmap.mmap:
+    """Page-aligned anonymous memory of at least `size_bytes`, in no core dump, zeros in a forked child."""
+    pages = -(-size_bytes // PAGE_BYTES)
+    memory = mmap.mmap(-1, pages * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTDUMP)
+    memory.madvise(kernel_calls.MADV_WIPEONFORK)
+    return memory
+
+
+class StagingBuffer:
+    """`run`: the slots and a page; `scratch`: one slot, for a block that must be padded before it is sealed."""
+
+    def __init__(self, *, run_bytes: int, slot_size_bytes: int) -> None:
+        self._memory = aligned_memory(run_bytes + PAGE_BYTES + slot_size_bytes)
+        whole = memoryview(self._memory)
+        self.run = whole[: run_bytes + PAGE_BYTES]
+        self.scratch = whole[run_bytes + PAGE_BYTES : run_bytes + PAGE_BYTES + slot_size_bytes]
+
+
+class StagingRing:
+    """`count` buffers, lent one at a time."""
+
+    def __init__(self, *, count: int, run_bytes: int, slot_size_bytes: int) -> None:
+        self.run_bytes = run_bytes
+        self.count = count
+        self.total_bytes = count * (run_bytes + PAGE_BYTES + slot_size_bytes)
+        self._free = [StagingBuffer(run_bytes=run_bytes, slot_size_bytes=slot_size_bytes) for _ in range(count)]
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @contextmanager
+    def lend(self) -> Iterator[StagingBuffer]:
+        """One buffer for the length of the block; waits while all are lent."""
+        with self._changed:
+            while not self._free and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise EngineError("the staging ring is closed", obj="StagingRing", remedy="open a new store")
+            buffer = self._free.pop()
+        try:
+            yield buffer
+        finally:
+            with self._changed:
+                self._free.append(buffer)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Refuse further loans. The memory goes back to the kernel with the last reference to it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
