@@ -7,7 +7,7 @@ tags other than those of JSON, dates (they stay text), a stream that is not UTF-
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn, cast
 
 import yaml
 from yaml.constructor import ConstructorError
@@ -35,41 +35,53 @@ class _JsonLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def construct_number(self, node: ScalarNode) -> int | float:
+    def construct_plain(self, node: Node) -> int | float | bool:
         # A number of a megabyte would take minutes to convert.
-        if len(node.value) > MAX_NUMBER_LENGTH:
-            raise ConstructorError(None, None, "a number with too many digits", node.start_mark)
-        if node.tag == _TAG + "int":
-            return int(self.construct_yaml_int(node))
-        return float(self.construct_yaml_float(node))
+        if not isinstance(node, ScalarNode) or len(node.value) > MAX_NUMBER_LENGTH:
+            _refuse("a number that is too long, or no number", node.start_mark)
+        try:
+            if node.tag == _TAG + "bool":
+                return bool(self.construct_yaml_bool(node))
+            if node.tag == _TAG + "int":
+                return int(self.construct_yaml_int(node))
+            return float(self.construct_yaml_float(node))
+        except (ValueError, LookupError) as error:
+            # An explicit tag, such as `!!bool x`, on a text that is none.
+            raise ConstructorError(
+                None, None, f"no {node.tag.rpartition(':')[2]}", cast(Any, node.start_mark)
+            ) from error
 
-    def construct_object_without_duplicates(self, node: MappingNode) -> dict[str, Any]:
+    def construct_object_without_duplicates(self, node: Node) -> dict[str, Any]:
+        if not isinstance(node, MappingNode):
+            _refuse("the tag !!map on what is no mapping", node.start_mark)
         found: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode) or key_node.tag != _TAG + "str":
-                raise ConstructorError(None, None, "a key that is not text", key_node.start_mark)
+                _refuse("a key that is not text", key_node.start_mark)
             key = key_node.value
             if key == "<<" and key_node.style is None:
-                raise ConstructorError(None, None, "a merge key '<<': write the fields out", key_node.start_mark)
+                _refuse("a merge key '<<': write the fields out", key_node.start_mark)
             if key in found:
-                raise ConstructorError(None, None, f"the key {key[:60]!r} twice", key_node.start_mark)
+                _refuse(f"the key {key[:60]!r} twice", key_node.start_mark)
             found[key] = self.construct_object(value_node, deep=True)
         return found
 
-    def construct_array(self, node: SequenceNode) -> list[Any]:
+    def construct_array(self, node: Node) -> list[Any]:
+        if not isinstance(node, SequenceNode):
+            _refuse("the tag !!seq on what is no list", node.start_mark)
         return [self.construct_object(child, deep=True) for child in node.value]
 
     def refuse(self, node: Node) -> None:
-        raise ConstructorError(None, None, f"the tag {node.tag[:60]!r}", node.start_mark)
+        _refuse(f"the tag {node.tag[:60]!r}", node.start_mark)
 
 
 def _register() -> None:
     for tag, constructor in (
         ("null", yaml.SafeLoader.construct_yaml_null),
-        ("bool", yaml.SafeLoader.construct_yaml_bool),
+        ("bool", _JsonLoader.construct_plain),
         ("str", yaml.SafeLoader.construct_yaml_str),
-        ("int", _JsonLoader.construct_number),
-        ("float", _JsonLoader.construct_number),
+        ("int", _JsonLoader.construct_plain),
+        ("float", _JsonLoader.construct_plain),
         ("map", _JsonLoader.construct_object_without_duplicates),
         ("seq", _JsonLoader.construct_array),
     ):

@@ -94,6 +94,8 @@ class _Model(BaseModel):
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
+        # A traceback must not show what was written where a reference to a secret belongs.
+        hide_input_in_errors=True,
     )
     rules: ClassVar[tuple[Rule | TransitionRule, ...]] = ()
 

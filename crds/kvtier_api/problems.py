@@ -54,13 +54,14 @@ def field_path(location: Iterable[str | int]) -> str:
 
 
 def invalid_resource(error: ValidationError, model: type[BaseModel], source: str) -> InvalidResource:
-    """All that is wrong, at most ten lines; the first one is the error's own object and remedy."""
+    """All that is wrong, at most ten lines; the first one is the error's own object."""
     lines = [_line(detail, model) for detail in error.errors(include_url=False)]
     where, cause, remedy = lines[0]
-    others = "".join(f"; also {path}: {text} ({fix})" for path, text, fix in lines[1:_MOST])
-    if len(lines) > _MOST:
-        others += f"; and {len(lines) - _MOST} more"
-    return InvalidResource(cause + others, obj=f"{source}: {where}" if source else where, remedy=remedy)
+    if len(lines) > 1:
+        others = "".join(f"; also {path}: {text} ({fix})" for path, text, fix in lines[1:_MOST])
+        more = f"; and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
+        cause, remedy = f"{cause} ({remedy}){others}{more}", f"correct all {len(lines)}"
+    return InvalidResource(cause, obj=f"{source}: {where}" if source else where, remedy=remedy)
 
 
 def _line(detail: ErrorDetails, root: type[BaseModel]) -> tuple[str, str, str]:
@@ -82,7 +83,9 @@ def _line(detail: ErrorDetails, root: type[BaseModel]) -> tuple[str, str, str]:
     else:
         cause = detail["msg"][:1].lower() + detail["msg"][1:]
         remedy = _REMEDIES.get(kind, "")
-        if kind in ("enum", "literal_error"):
+        if kind == "missing":
+            cause = "a field that is needed is missing"
+        elif kind in ("enum", "literal_error"):
             cause, remedy = "not one of the values", f"write {context['expected']}"
         elif kind == "string_pattern_mismatch":
             cause, remedy = "not in the form that is needed", f"match {context['pattern']}"
