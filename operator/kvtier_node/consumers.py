@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+from kvtier_api.errors import NotFound
 from kvtier_node.kernel.processes import PidFd, boot_id, start_time
 from kvtier_node.slots import SlotWatch
 
@@ -34,7 +35,7 @@ class ProcessConsumer:
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """The living process `pid`. Raises OSError (ESRCH) where there is none."""
+        """The living process `pid`. Raises NotFound where there is none."""
         return cls(pid, start_time(pid), boot_id())
 
     @classmethod
@@ -53,7 +54,7 @@ class ProcessConsumer:
         try:
             with PidFd.open(self.pid, self.start_time) as handle:
                 return not handle.exited()
-        except ProcessLookupError:
+        except NotFound:
             return False
 
 

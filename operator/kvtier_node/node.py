@@ -43,6 +43,11 @@ class Node:
         }
     )
 
+    @staticmethod
+    def default_name() -> str:
+        """The host's name."""
+        return platform.node()
+
     @classmethod
     def open(
         cls, state_dir: str, roots: Sequence[str], *, name: str | None = None, observers: Sequence[Observer] = ()
@@ -50,4 +55,4 @@ class Node:
         """Open the node's state. Raises LedgerError for a damaged ledger (`recovery.open_node` rebuilds it), UnsafePath."""
         identity = NodeIdentity.load_or_create(state_dir)
         ledger = Ledger.open(state_dir, observers=observers)
-        return cls(state_dir, name or platform.node(), ledger, identity, Places(roots, identity))
+        return cls(state_dir, name or cls.default_name(), ledger, identity, Places(roots, identity))

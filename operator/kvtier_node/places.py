@@ -6,18 +6,20 @@ it is named, it blocks provisioning, and it is never read further, changed or re
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
-from kvtier_api.errors import ForeignData, KvtierError, VerificationFailed
+from kvtier_api.errors import ForeignData, KvtierError, NotFound, VerificationFailed
 from kvtier_node.identity import NodeIdentity
 from kvtier_node.paths import AllowedRoots, Directory
 from kvtier_node.receipts import PLACE_NAME, PlaceRecord, read_place, sign_place
 
 __all__ = ["IMAGE_NAME", "MOUNT_NAME", "PLACE_NAME", "Places"]
 
+CONSUMER_NAME: Final = "consumer.json"
 MOUNT_NAME: Final = "mnt"
 IMAGE_NAME: Final = "volume.img"
 _LIMIT_BYTES: Final = 256 * 1024
@@ -90,11 +92,30 @@ class Places:
             raise
         return place
 
+    def note_consumer(self, path: str, consumer: dict[str, Any]) -> None:
+        """Put the consumer beside the place record, so that a rebuilt ledger knows whom to ask for. Raises KvtierError."""
+        place = self.open(path)
+        if place is None:
+            raise NotFound("the place is gone", obj=path, remedy="provision the volume again")
+        with place:
+            place.write_file_atomic(CONSUMER_NAME, json.dumps(consumer, sort_keys=True).encode(), 0o600)
+
+    def consumer_of(self, path: str) -> dict[str, Any] | None:
+        """The consumer noted beside the place record, or None. Raises KvtierError for a file that is not kvtier's."""
+        place = self.open(path)
+        if place is None:
+            return None
+        with place:
+            if CONSUMER_NAME not in place.names():
+                return None
+            found: dict[str, Any] = json.loads(place.read_file(CONSUMER_NAME, _LIMIT_BYTES))
+            return found
+
     def open(self, path: str) -> Directory | None:
         """The place at `path`, or None where there is none any more. Raises VerificationFailed, UnsafePath, NotPermitted."""
         try:
             tier = self.tier_directory(os.path.dirname(path), create=False)
-        except FileNotFoundError:
+        except NotFound:
             return None
         with tier:
             name = os.path.basename(path)
@@ -104,15 +125,16 @@ class Places:
         """Remove the directory of a place that is erased and on record: only `place.json` can be left in it."""
         try:
             tier = self.tier_directory(os.path.dirname(path), create=False)
-        except FileNotFoundError:
+        except NotFound:
             return
         with tier:
             name = os.path.basename(path)
             if name not in tier.names():
                 return
             with tier.child(name) as place:
+                records = (PLACE_NAME, CONSUMER_NAME)
                 for left in place.names():
-                    if left == PLACE_NAME or left.startswith(f".{PLACE_NAME}."):
+                    if left in records or left.startswith(tuple(f".{record}." for record in records)):
                         place.unlink(left)
             tier.rmdir(name)
             tier.fsync()
@@ -125,7 +147,7 @@ class Places:
         for root in self.roots:
             try:
                 directory = self._allowed.open_directory(root, create=False)
-            except FileNotFoundError:
+            except NotFound:
                 continue
             with directory:
                 yield from self._walk(directory, _DEPTH)

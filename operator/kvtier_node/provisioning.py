@@ -48,14 +48,14 @@ def provision(node: Node, tier: KVCacheTier, *, uid: int, gid: int) -> LiveVolum
                 "a new volume's lock is taken", obj=volume_id, remedy="this is a defect; please report it"
             )
         try:
-            row = _planned(node, tier, backend, directory, volume_id, uid=uid, gid=gid)
+            row = _planned(node, tier, backend, f"{directory.path}/{volume_id}", uid=uid, gid=gid)
             node.ledger.plan(row)
         except BaseException:
             guardian.close(ended=True)
             raise
         live = LiveVolume(row, guardian)
         try:
-            _make(node, live, tier, backend, directory, reasons)
+            _make(node, live, tier, backend=backend, directory=directory, reasons=reasons)
         except BaseException as error:
             _undo(node, live, error)
             raise
@@ -83,12 +83,10 @@ def refuse_too_large(directory: Directory, tier: KVCacheTier, backend: Backend) 
         )
 
 
-def _planned(
-    node: Node, tier: KVCacheTier, backend: Backend, directory: Directory, volume_id: str, *, uid: int, gid: int
-) -> VolumeRow:
+def _planned(node: Node, tier: KVCacheTier, backend: Backend, place: str, *, uid: int, gid: int) -> VolumeRow:
     now = utc_now()
     return VolumeRow(
-        volume_id=volume_id,
+        volume_id=os.path.basename(place),
         tier_uid=uid_of(tier),
         tier_namespace=namespace_of(tier),
         tier_name=tier.metadata.name,
@@ -96,7 +94,7 @@ def _planned(
         boot_id=boot_id(),
         backend=backend.name,
         cipher=tier.spec.encryption.cipher,
-        place=f"{directory.path}/{volume_id}",
+        place=place,
         device=tier.spec.device,
         size_bytes=backend.bytes_needed(tier.spec.total_bytes),
         ranks=tier.spec.ranks,
@@ -158,7 +156,13 @@ def _record(node: Node, marker: Marker, row: VolumeRow, tier: KVCacheTier) -> Pl
 
 
 def _make(
-    node: Node, live: LiveVolume, tier: KVCacheTier, backend: Backend, directory: Directory, reasons: dict[str, str]
+    node: Node,
+    live: LiveVolume,
+    tier: KVCacheTier,
+    *,
+    backend: Backend,
+    directory: Directory,
+    reasons: dict[str, str],
 ) -> None:
     volume_id = live.volume_id
     live.row = node.ledger.advance(
@@ -198,7 +202,8 @@ def _undo(node: Node, live: LiveVolume, error: BaseException) -> None:
 
 
 def start(node: Node, live: LiveVolume, consumer: ProcessConsumer) -> None:
-    """Put the consumer on record. Call it before the consumer can write its first byte."""
+    """Put the consumer on record, in the ledger and in the place. Call it before the consumer can write its first byte."""
+    node.places.note_consumer(live.row.place, consumer.record())
     live.row = node.ledger.advance(
         live.volume_id, VolumeState.IN_USE, consumer=consumer.record(), reason=f"process {consumer.pid}"
     )

@@ -85,7 +85,7 @@ def plan_offsets(ranges: Sequence[Range], seed: int | None = None) -> Iterator[i
     if total <= SUBSECTIONS * PLACES_EACH:
         wanted.update(range(total))
     else:
-        chance = random.Random(seed) if seed is not None else random.SystemRandom()
+        chance = random.Random(seed) if seed is not None else random.SystemRandom()  # noqa: S311  a sample, not a secret
         wanted.update((0, total - 1))
         for section in range(SUBSECTIONS):
             low, high = section * total // SUBSECTIONS, (section + 1) * total // SUBSECTIONS

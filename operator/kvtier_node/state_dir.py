@@ -116,8 +116,7 @@ class StateDirectory:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-        os.unlink(temporary, dir_fd=self.fd)
+        self.move(temporary, name)
         self.sync()
 
     def remove(self, name: str) -> None:
@@ -160,7 +159,7 @@ def check_private_file(status: os.stat_result, path: str) -> None:
         raise UnsafePath(f"owned by uid {status.st_uid}, not by {os.geteuid()}", obj=path, remedy=remedy)
     if status.st_mode & 0o077:
         raise UnsafePath(f"open to other users (mode {stat.S_IMODE(status.st_mode):04o})", obj=path, remedy=remedy)
-    if status.st_nlink > 2 or status.st_nlink < 1:
+    if status.st_nlink != 1:
         raise UnsafePath(f"has {status.st_nlink} names", obj=path, remedy=remedy)
 
 

@@ -47,8 +47,8 @@ def create_directories(place: Directory) -> None:
         root.mkdir(SLOTS_DIRECTORY, 0o700).close()
 
 
-def each_file(place: Directory, request: VolumeRequest, visit: Callable[[Directory, str, int], None]) -> int:
-    """Call `visit(directory, name, fd)` for every regular file of the volume; return how many there were.
+def each_file(place: Directory, request: VolumeRequest, visit: Callable[[str, int], None]) -> int:
+    """Call `visit(path, fd)` for every regular file of the volume; return how many there were.
 
     A file with more than one name that kvtier did not make is left alone: it may be a link to something elsewhere.
     """
@@ -61,7 +61,7 @@ def each_file(place: Directory, request: VolumeRequest, visit: Callable[[Directo
             try:
                 info = os.fstat(fd)
                 if info.st_nlink == 1 or info.st_ino in request.own_inodes:
-                    visit(directory, name, fd)
+                    visit(f"{directory.path}/{name}", fd)
                     count += 1
             finally:
                 os.close(fd)
@@ -101,7 +101,7 @@ def read_back_slots(place: Directory, request: VolumeRequest) -> tuple[SampleRes
     """Sample every file of the volume with the second reader; the sums, and the number of files."""
     results: list[SampleResult] = []
 
-    def visit(directory: Directory, name: str, fd: int) -> None:
+    def visit(_path: str, fd: int) -> None:
         size = os.fstat(fd).st_size // BLOCK_BYTES * BLOCK_BYTES
         if size:
             answer = bounded.call(
@@ -136,7 +136,7 @@ def overwrite_slots(place: Directory, request: VolumeRequest) -> Step:
     """Overwrite every file of the volume with random bytes. Raises KernelError when one cannot be."""
     total = 0
 
-    def visit(directory: Directory, name: str, fd: int) -> None:
+    def visit(_path: str, fd: int) -> None:
         nonlocal total
         total += overwrite_file(fd)
 
@@ -148,16 +148,14 @@ def remove_directories(place: Directory, request: VolumeRequest, *, discard: boo
     """Punch and unlink every file, then remove `mnt`. A file that another process still holds stays punched."""
     punched = 0
 
-    def visit(directory: Directory, name: str, fd: int) -> None:
+    def visit(path: str, fd: int) -> None:
         nonlocal punched
         size = os.fstat(fd).st_size
         if discard and size:
             files.punch_hole(fd, 0, size)
             os.fdatasync(fd)
             if files.extents(fd, sync=True):
-                raise KernelError(
-                    "blocks are left after the punch", obj=f"{directory.path}/{name}", remedy="kvtier tries again"
-                )
+                raise KernelError("blocks are left after the punch", obj=path, remedy="kvtier tries again")
             punched += size
 
     count = each_file(place, request, visit)

@@ -1,7 +1,7 @@
-"""Volume keys: made, handed to the kernel, and removed from it. A key is only ever in a short-lived child process, in memory that is locked, not dumped, not swapped.
+"""Volume keys: made, handed to the kernel, and removed from it, in a process that ends right after.
 
-The agent never holds a key. The child hands it to the kernel (ioctl) or to cryptsetup (pipe), overwrites it and ends.
-What Python cannot promise: that no copy stood in a register or on the C stack for a moment. The process ends right after.
+The memory is locked, not dumped, not swapped, and overwritten. The agent never holds a key. What Python cannot promise:
+that no copy stood in a register or on the C stack for a moment.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,21 +66,22 @@ class _Fiemap(ctypes.Structure):
 def preallocate(fd: int, size_bytes: int, *, path: str) -> None:
     """Give the file `size_bytes` of blocks now (fallocate mode 0), so that no later write meets ENOSPC.
 
-    `path` is for messages. Raises InsufficientSpace with both numbers, KernelError where fallocate is not supported.
+    `path` is for messages. Raises InsufficientSpace with both numbers, and nothing is kept allocated then; KernelError
+    where fallocate is not supported.
     """
+    before = os.fstat(fd)
+    # Asked first: ext4 takes every free block before it says ENOSPC, and others would meet a full disk meanwhile.
+    if size_bytes - before.st_blocks * 512 > free_bytes(fd):
+        raise _does_not_fit(fd, size_bytes, path)
     try:
         libc.fallocate(fd, 0, 0, size_bytes)
     except OSError as error:
+        os.ftruncate(fd, before.st_size)  # what was allocated before the failure stays allocated otherwise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise InsufficientSpace(
-                f"{size_bytes} bytes were asked for, {free_bytes(fd)} bytes are free",
-                obj=path,
-                remedy="ask for less, or free space on this file system",
-            ) from error
+            raise _does_not_fit(fd, size_bytes, path) from error
         if error.errno == errno.EFBIG:
-            limit = os.fpathconf(fd, "PC_FILESIZEBITS")
             raise InsufficientSpace(
-                f"{size_bytes} bytes were asked for, one file here holds at most {_largest_file(limit)} bytes",
+                f"{size_bytes} bytes were asked for, one file here holds at most {_largest_file(fd)} bytes",
                 obj=path,
                 remedy="ask for less, or raise RLIMIT_FSIZE",
             ) from error
@@ -92,11 +94,17 @@ def preallocate(fd: int, size_bytes: int, *, path: str) -> None:
         raise KernelError(f"fallocate of {size_bytes} bytes: {error.strerror}", obj=path) from error
 
 
-def _largest_file(size_bits: int) -> int:
-    import resource  # noqa: PLC0415  read on this path only
+def _does_not_fit(fd: int, size_bytes: int, path: str) -> InsufficientSpace:
+    return InsufficientSpace(
+        f"{size_bytes} bytes were asked for, {free_bytes(fd)} bytes are free",
+        obj=path,
+        remedy="ask for less, or free space on this file system",
+    )
 
+
+def _largest_file(fd: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    by_type: int = 2 ** (size_bits - 1) - 1
+    by_type: int = 2 ** (os.fpathconf(fd, "PC_FILESIZEBITS") - 1) - 1
     return by_type if soft == resource.RLIM_INFINITY else min(soft, by_type)
 
 

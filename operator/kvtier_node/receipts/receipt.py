@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from kvtier_api.erasure import Trigger
 from kvtier_api.errors import InvalidResource, VerificationFailed
@@ -35,10 +36,9 @@ class Technique(StrEnum):
     NOTHING = "Nothing"  # nothing was written, or nothing was erased (`Abandoned`; the steps say which)
 
 
-class Step(BaseModel):
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Step:
     """One verification step. `ok` is None where it could not be measured; `detail` then says why."""
-
-    model_config = _MODEL
 
     name: str
     ok: bool | None

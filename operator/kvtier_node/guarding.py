@@ -1,0 +1,107 @@
+"""What a guardian does all the time: see its volumes' consumers end, and erase; end a consumer when an erasure is requested.
+
+One call of `look` is one look at one volume. Who calls it, and how often, is the guardian's: `kvtier run` for its own volume,
+`kvtier node` for all that it guards.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier_api.erasure import Trigger
+from kvtier_api.errors import KvtierError, NotFound
+from kvtier_api.volume import VolumeState
+from kvtier_node.consumers import ProcessConsumer
+from kvtier_node.erasing import Death, erase
+from kvtier_node.kernel.processes import PidFd
+from kvtier_node.live import LiveVolume
+from kvtier_node.node import Node
+from kvtier_node.receipts import Receipt
+from kvtier_node.recovery import evidence, trigger_of
+
+__all__ = ["LOOK_S", "Look", "fulfil_requests", "look", "stop_consumer"]
+
+LOOK_S: Final = 0.2
+"""Seconds between two looks at a volume in use; an end is seen within 1 s."""
+_GRACE_S: Final = 10.0
+
+
+@dataclass
+class Look:
+    """What a look found: the volume is still in use, was erased, or could not be erased yet."""
+
+    in_use: bool
+    why: str
+    receipt: Receipt | None = None
+    error: KvtierError | None = None
+
+
+def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death: Death | None = None) -> Look:
+    """Look once; erase if nobody uses the volume any more.
+
+    `trigger` and `death` are the caller's better knowledge of how and when the consumer ended. An erasure that fails
+    is reported, not raised: the volume stays `Erasing`, and the next look tries again.
+    """
+    found = evidence(live)
+    if found.alive:
+        return Look(True, found.reason)
+    if live.row.state is VolumeState.IN_USE and death is None and live.attempts == 0:
+        death = Death.now()
+    try:
+        receipt = erase(node, live, trigger or trigger_of(node.ledger.get(live.volume_id)), death=death)
+    except KvtierError as error:
+        return Look(False, found.reason, error=error)
+    return Look(False, found.reason, receipt=receipt)
+
+
+def stop_consumer(live: LiveVolume, *, grace_s: float = _GRACE_S) -> None:
+    """End the consumer on record: SIGTERM, and SIGKILL after `grace_s`. By pidfd: never a process that took its pid."""
+    consumer = ProcessConsumer.from_record(live.row.consumer)
+    if consumer is None or not consumer.alive():
+        return
+    try:
+        with PidFd.open(consumer.pid, consumer.start_time) as handle:
+            handle.send_signal(signal.SIGTERM)
+            if not handle.wait(grace_s):
+                handle.send_signal(signal.SIGKILL)
+                handle.wait(grace_s)
+    except NotFound:
+        return  # it ended by itself between the two
+
+
+def fulfil_requests(node: Node, lives: list[LiveVolume]) -> list[Receipt]:
+    """Erase those of `lives` that an open request (`kvtier erase`) is about; close requests that are fulfilled.
+
+    A request is closed when no volume of its tier is left, whoever guarded it; until then it stays open.
+    """
+    receipts = []
+    for request in node.ledger.open_requests():
+        for live in lives:
+            if f"{live.row.tier_namespace}/{live.row.tier_name}" != request.tier or live.row.is_terminal:
+                continue
+            stop_consumer(live)
+            try:
+                receipts.append(erase(node, live, Trigger.REQUEST, death=Death.now()))
+            except KvtierError as error:
+                node.ledger.add_event("Warning", "EraseIncomplete", live.volume_id, str(error))
+        left = [
+            row
+            for row in node.ledger.volumes()
+            if f"{row.tier_namespace}/{row.tier_name}" == request.tier and not row.is_terminal
+        ]
+        if not left and any(open_.id == request.id for open_ in node.ledger.open_requests()):
+            node.ledger.close_request(request.id, "every volume of the tier is Erased")
+    return receipts
+
+
+def wait_for_end(node: Node, live: LiveVolume, *, limit_s: float | None = None) -> Look:
+    """Look until the volume is erased, or for `limit_s` seconds; the last look."""
+    until = None if limit_s is None else time.monotonic() + limit_s
+    while True:
+        seen = look(node, live)
+        if seen.receipt is not None or (until is not None and time.monotonic() > until):
+            return seen
+        time.sleep(LOOK_S)

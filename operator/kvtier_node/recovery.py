@@ -1,0 +1,178 @@
+"""What a start does before it serves anyone: compare the ledger with the node, and finish every unfinished arrow.
+
+Volumes whose guardian lives are left to it. Of the others, one that a living consumer still uses is adopted, with its key and
+mounts as they are; everything else is erased. A lost or damaged ledger is rebuilt from the signed place records on
+the node, and says so: what is in use stays in use, what is left over is never served.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier_api.erasure import Trigger
+from kvtier_api.errors import KvtierError
+from kvtier_api.volume import VolumeState
+from kvtier_node.consumers import Evidence, ProcessConsumer, alive
+from kvtier_node.erasing import erase
+from kvtier_node.guardian import Guardian
+from kvtier_node.identity import NodeIdentity
+from kvtier_node.kernel.processes import boot_id
+from kvtier_node.ledger import TERMINAL, Ledger, LedgerDamaged, LedgerMissing, Observer, VolumeRow
+from kvtier_node.live import LiveVolume
+from kvtier_node.node import Node
+from kvtier_node.places import Places
+from kvtier_node.receipts import PlaceRecord, Receipt, utc_now
+from kvtier_node.slots import SlotWatch
+
+_TRIGGERS: Final = frozenset(trigger.value for trigger in Trigger)
+
+__all__ = ["Recovered", "evidence", "guard", "open_node", "recover", "tidy", "trigger_of"]
+
+
+@dataclass
+class Recovered:
+    """What a recovery did. `failed` volumes stay `Erasing` and are tried again."""
+
+    erased: list[Receipt] = field(default_factory=list)
+    adopted: list[LiveVolume] = field(default_factory=list)
+    failed: list[tuple[LiveVolume, KvtierError]] = field(default_factory=list)
+    guarded_elsewhere: list[str] = field(default_factory=list)
+
+
+def open_node(
+    state_dir: str, roots: Sequence[str], *, name: str | None = None, observers: Sequence[Observer] = ()
+) -> Node:
+    """Open the node's state; rebuild the ledger from the node if it is damaged or lost beside its own traces.
+
+    Raises LedgerError where it cannot be rebuilt, UnsafePath, NotPermitted, VerificationFailed (the node's key).
+    """
+    try:
+        return Node.open(state_dir, roots, name=name, observers=observers)
+    except (LedgerDamaged, LedgerMissing) as error:
+        identity = NodeIdentity.load_or_create(state_dir)
+        ledger = Ledger.create_fresh(state_dir, str(error), observers=observers)
+        node = Node(state_dir, name or Node.default_name(), ledger, identity, Places(roots, identity))
+        rebuild(node)
+        ledger.add_event("Warning", "LedgerRebuilt", state_dir, f"rebuilt from the places on this node: {error}")
+        return node
+
+
+def rebuild(node: Node) -> list[str]:
+    """Adopt every place on the node that carries this node's signature. Returns the volume ids."""
+    adopted = []
+    for path, record in node.places.discover():
+        if record is None:
+            node.ledger.add_event("Warning", "ForeignData", path, "called like a volume, and not signed by this node")
+            continue
+        node.ledger.adopt(_row_of(node, record))
+        adopted.append(record.volume_id)
+    return adopted
+
+
+def _row_of(node: Node, record: PlaceRecord) -> VolumeRow:
+    now = utc_now()
+    return VolumeRow(
+        volume_id=record.volume_id,
+        tier_uid=record.tier_uid,
+        tier_namespace=record.tier_namespace,
+        tier_name=record.tier_name,
+        node=node.name,
+        boot_id=record.boot_id,
+        backend=record.backend,
+        cipher=str(record.spec.get("encryption", {}).get("cipher", "aes-xts-plain64")),
+        place=record.place,
+        device=record.spec.get("device"),
+        size_bytes=record.size_bytes,
+        ranks=record.ranks,
+        bytes_per_rank=record.bytes_per_rank,
+        key_id=None,
+        consumer=node.places.consumer_of(record.place),
+        state=VolumeState.IN_USE,  # until the evidence is looked at: the state that claims least
+        reason="found on the node while the ledger was rebuilt",
+        spec=record.spec,
+        facts={"uid": record.uid, "gid": record.gid, "nonce": record.nonce, "rebuilt": True, "inodes": []},
+        created_at=record.created_at,
+        updated_at=now,
+        state_since=now,
+    )
+
+
+def guard(node: Node, row: VolumeRow) -> LiveVolume | None:
+    """Become the volume's guardian and take descriptors of its slot files, or None while it has a guardian or has ended."""
+    guardian = Guardian.try_acquire(node.state_dir, row.volume_id)
+    if guardian is None:
+        return None
+    try:
+        current = node.ledger.get(row.volume_id)  # it may have ended between the listing and the lock
+        if current.state in TERMINAL:
+            guardian.close(ended=True)
+            return None
+        live = LiveVolume(current, guardian)
+        live.watch = _watch(node, current)
+    except BaseException:
+        guardian.close()
+        raise
+    return live
+
+
+def _watch(node: Node, row: VolumeRow) -> SlotWatch | None:
+    """Descriptors of the slot files, where the volume is there and its files can be opened."""
+    if row.state is not VolumeState.IN_USE:
+        return None
+    try:
+        place = node.places.open(row.place)
+        if place is None:
+            return None
+        with place:
+            return SlotWatch.open(place, int(row.facts["uid"]))
+    except (KvtierError, OSError) as error:
+        node.ledger.note(row.volume_id, facts={"watch": json.dumps(str(error))[:300]})
+        return None
+
+
+def evidence(live: LiveVolume) -> Evidence:
+    """Whether the volume is in use now. Only a volume `InUse` of this very boot can be."""
+    if live.row.state is not VolumeState.IN_USE:
+        return Evidence(False, f"no consumer was started ({live.row.state})")
+    if live.row.boot_id != boot_id():
+        return Evidence(False, "the node was restarted since")
+    return alive(ProcessConsumer.from_record(live.row.consumer), live.watch)
+
+
+def trigger_of(row: VolumeRow) -> Trigger:
+    """Why a volume that nobody guards and nobody uses is erased."""
+    if row.boot_id != boot_id():
+        return Trigger.POWER_LOSS
+    if row.state is VolumeState.IN_USE:
+        return Trigger.CRASH
+    if row.state in (VolumeState.DYING, VolumeState.ERASING) and row.reason in _TRIGGERS:
+        return Trigger(row.reason)
+    return Trigger.RESTART
+
+
+def recover(node: Node) -> Recovered:
+    """Take every unguarded volume in hand: adopt it while it is in use, otherwise erase it. Run it before serving."""
+    result = Recovered()
+    for row in node.ledger.volumes(frozenset(VolumeState) - TERMINAL):
+        live = guard(node, row)
+        if live is None:
+            result.guarded_elsewhere.append(row.volume_id)
+            continue
+        if evidence(live).alive:
+            result.adopted.append(live)
+            continue
+        try:  # when the consumer died is not known here: nobody watched
+            result.erased.append(erase(node, live, trigger_of(live.row)))
+        except KvtierError as error:
+            result.failed.append((live, error))
+    tidy(node)
+    return result
+
+
+def tidy(node: Node) -> None:
+    """Remove what a crash between record and removal left of ended volumes: their directory with only its record."""
+    for row in node.ledger.volumes({VolumeState.ERASED}):
+        node.places.forget(row.place)
