@@ -24,17 +24,27 @@ def test_sigkill_of_a_stock_engine_leaves_the_prompt_word_for_word(tmp_path: Pat
     from rich.console import Console
 
     from kvtier_demo.demo import DemoOptions, run_demo
+    from kvtier_demo.rawimage import chunks
     from kvtier_demo.report import print_report, to_json
 
     steps: list[str] = []
-    figures = run_demo(DemoOptions(prompt=prompt, work_parent=tmp_path), None, tell=steps.append)
+    work, kept = tmp_path / "work", tmp_path / "kept"
+    work.mkdir()
+
+    def tell(step: str) -> None:
+        steps.append(step)
+        if "SIGKILL" in step:
+            os.link(next(work.glob("*/stock/slot.rank_0")), kept)  # a second name, to see what becomes of the bytes
+
+    figures = run_demo(DemoOptions(prompt=prompt, work_parent=work), None, tell=tell)
     stock = figures.stock
     assert (stock.recovered_text, stock.word_for_word, stock.tokens_recovered) == (prompt, True, figures.prompt_tokens)
     assert stock.reload_hits >= figures.prompt_tokens // 16
     assert stock.reload_identical
     assert stock.bytes_on_disk >= 32768 * stock.reload_hits
     assert stock.canary_hits > 0
-    assert list(tmp_path.iterdir()) == [], "the leftover and its directory are gone"
+    assert list(work.iterdir()) == [], "the leftover and its directory are gone"
+    assert not any(data.any() for _, _, data in chunks(kept, overlap_bytes=0)), "its bytes were overwritten"
     assert len(steps) >= 4
 
     document = to_json(figures)
