@@ -266,6 +266,13 @@ class Directory:
         except OSError as error:
             raise refused(error, self._at(name)) from error
 
+    def stat_if_there(self, name: str) -> os.stat_result | None:
+        """The same, or None for an entry that went since the directory was listed: consumers remove files at any time."""
+        try:
+            return self.stat(name)
+        except NotFound:
+            return None
+
     def _one_component(self, name: str) -> str:
         if "/" in name or "\0" in name or name in ("", ".", ".."):
             _check_name(name, self.path)

@@ -55,7 +55,7 @@ class Places:
             )
 
     def _is_ours(self, tier: Directory, name: str) -> bool:
-        info = tier.stat(name)
+        info = tier.stat_if_there(name)
         if info is None:
             return True  # it went meanwhile
         if not stat.S_ISDIR(info.st_mode):
@@ -154,7 +154,7 @@ class Places:
 
     def _walk(self, directory: Directory, depth: int) -> Iterator[tuple[str, PlaceRecord | None]]:
         for name in directory.names():
-            info = directory.stat(name)
+            info = directory.stat_if_there(name)
             if info is None or not stat.S_ISDIR(info.st_mode):
                 continue
             try:

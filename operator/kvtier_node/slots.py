@@ -56,7 +56,7 @@ def walk_files(directory: Directory, uid: int, depth: int = _DEEPEST) -> Iterato
     Raises UnsafePath for a directory that is not the consumer's, or too deep: somebody else's hand.
     """
     for name in directory.names():
-        info = directory.stat(name)
+        info = directory.stat_if_there(name)
         if info is None:
             continue
         if not stat.S_ISDIR(info.st_mode):
@@ -119,7 +119,7 @@ class SlotWatch:
         if self._directory is None:
             return 0
         for name in self._directory.names():
-            info = self._directory.stat(name)
+            info = self._directory.stat_if_there(name)
             if info is None or (info.st_dev, info.st_ino) in self._held:
                 continue
             fd = open_consumer_file(self._directory, name, os.O_RDWR)
@@ -151,7 +151,7 @@ class SlotWatch:
             return 0
         busy = 0
         for directory, name in walk_files(self._directory, self._uid):
-            info = directory.stat(name)
+            info = directory.stat_if_there(name)
             if info is None or (info.st_dev, info.st_ino) in self._held:
                 continue
             fd = open_consumer_file(directory, name, os.O_RDWR)
