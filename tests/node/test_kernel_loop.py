@@ -77,7 +77,7 @@ def test_device_is_as_it_was_asked_for(images: Images, direct_io: bool, read_onl
     assert found
     assert (found.direct_io, found.read_only, found.autoclear) == (direct_io, read_only, False)
     if read_only:
-        with pytest.raises(OSError, match="not permitted|Read-only"), open(device.path, "r+b", buffering=0) as node:
+        with pytest.raises(OSError, match=r"not permitted|Read-only"), open(device.path, "r+b", buffering=0) as node:
             node.write(bytes(4096))
 
 

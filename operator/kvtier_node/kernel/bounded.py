@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier_api import errors
@@ -44,6 +44,7 @@ _KILL_GRACE_S: Final = 2.0
 _OUTPUT_LIMIT_BYTES: Final = 16 * 2**20
 _CHUNK_BYTES: Final = 65536
 _ERROR_LINES: Final = 5
+_SECRET_BYTES: Final = 8  # shorter input is a word or a number that messages hold anyway
 
 _left_behind: list[subprocess.Popen[bytes]] = []
 _left_behind_lock: Final = threading.Lock()
@@ -93,12 +94,13 @@ class _Child:
         except BaseException:
             self._kill()
             raise
-        if ended:
-            self.process.wait()
-        else:
+        if not ended:
             self._kill()
+            return False
+        self._kill_group()  # nothing that it started outlives it
+        self.process.wait()
         self._close()
-        return ended
+        return True
 
     def _pump(self, feed: memoryview, deadline: float) -> bool:
         assert self.process.stdin and self.process.stderr  # noqa: S101  both are pipes
@@ -160,11 +162,14 @@ class _Child:
             elif len(self.output[name]) > _OUTPUT_LIMIT_BYTES:
                 raise KernelError(f"more than {_OUTPUT_LIMIT_BYTES} bytes of output", obj=f"process {self.process.pid}")
 
-    def _kill(self) -> None:
+    def _kill_group(self) -> None:
         try:
             os.killpg(self.process.pid, signal.SIGKILL)  # not reaped, so the number is still its own
         except ProcessLookupError:
             pass
+
+    def _kill(self) -> None:
+        self._kill_group()
         self._close()
         try:
             self.process.wait(_KILL_GRACE_S)
@@ -183,15 +188,27 @@ class _Child:
             os.close(self.reply_read)
             self.reply_read = -1
 
-    def last_words(self, stdin: bytes) -> str:
-        """The last lines of stderr, unless they repeat a line of stdin: that may be a key."""
+    def last_words(self, told: Iterable[bytes]) -> str:
+        """The last lines of stderr, unless they repeat a line of what the child was told: that may be a key."""
         raw = bytes(self.output["stderr"])
-        secrets = [line for line in (stdin, *stdin.splitlines()) if len(line) >= 4]
+        secrets = [line for text in told for line in (text, *text.splitlines()) if len(line) >= _SECRET_BYTES]
         if any(form in raw for line in secrets for form in (line, line.hex().encode())):
             return "its messages repeat its input and are withheld"
         lines = raw.decode(errors="replace").split("\n")
         printable = ("".join(char if char.isprintable() else " " for char in line).strip() for line in lines)
         return " | ".join([line for line in printable if line][-_ERROR_LINES:])
+
+
+def _texts(value: object) -> Iterator[bytes]:
+    """Every string in the arguments of a call."""
+    if isinstance(value, str):
+        yield value.encode(errors="surrogatepass")
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _ending(status: int) -> str:
@@ -222,13 +239,13 @@ def run_tool(argv: Sequence[str], *, timeout_s: float, pass_fds: Sequence[int] =
     child = _Child(_isolated("-S", _LAUNCHER, str(os.getpid()), tool, *argv[1:]), pass_fds=pass_fds, reply=False)
     if not child.finish(feed, timeout_s):
         raise KernelError(
-            f"timed out after {timeout_s:g} s: {child.last_words(feed)}".removesuffix(": "),
+            f"timed out after {timeout_s:g} s: {child.last_words([feed])}".removesuffix(": "),
             obj=argv[0],
             remedy="look at the kernel log for a device that hangs",
         )
     if child.process.returncode != 0:
         raise KernelError(
-            f"{_ending(child.process.returncode)}: {child.last_words(feed)}".removesuffix(": "), obj=argv[0]
+            f"{_ending(child.process.returncode)}: {child.last_words([feed])}".removesuffix(": "), obj=argv[0]
         )
     return child.output["stdout"].decode(errors="surrogateescape")
 
@@ -256,7 +273,7 @@ def call(function: str, *, timeout_s: float, fds: Mapping[str, int] | None = Non
         )
     raw = bytes(child.output["reply"])
     if child.process.returncode != 0 or not raw:
-        words = child.last_words(request)
+        words = child.last_words(_texts(json_args))
         raise KernelError(f"{_ending(child.process.returncode)}: {words}".removesuffix(": "), obj=function)
     return _result(function, json.loads(raw))
 

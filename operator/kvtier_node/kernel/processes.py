@@ -5,6 +5,7 @@ A pid alone is not an identity: numbers are reused. (boot id, pid, start time) i
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -52,6 +53,8 @@ class PidFd:
         except (ProcessLookupError, ValueError, OverflowError) as error:
             raise NotFound("no such process", obj=f"process {pid}") from error
         except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT):  # the number is a thread's by now
+                raise NotFound("no such process", obj=f"process {pid}") from error
             raise KernelError(f"pidfd_open: {error.strerror}", obj=f"process {pid}") from error
         process = cls(fd, pid, None)
         try:
