@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from kvtier_api.errors import UnsafePath, VerificationFailed
+from kvtier_api.errors import KernelError, VerificationFailed
 from kvtier_node.state_dir import StateDirectory
 
 __all__ = ["KEY_NAME", "NodeIdentity", "Signer", "node_id_of", "signature_holds"]
@@ -68,7 +68,7 @@ class NodeIdentity:
         """Load the key, or make it where there never was one. Safe for several processes at once.
 
         Raises UnsafePath (the file or directory is open to others), VerificationFailed (the key is damaged, or it is
-        gone while the node's receipts are still there).
+        gone while the node's receipts are still there), KernelError (it cannot be written).
         """
         state = StateDirectory.open(state_dir)
         try:
@@ -78,6 +78,8 @@ class NodeIdentity:
                     secret = Ed25519PrivateKey.generate().private_bytes_raw()
                     state.write_new(KEY_NAME, secret + _check_of(secret))
                 return cls(_read_key(state))
+        except OSError as error:
+            raise KernelError(f"cannot be made: {error.strerror}", obj=state.path_of(KEY_NAME)) from error
         finally:
             state.close()
 
@@ -121,10 +123,7 @@ def _refuse_to_replace(state: StateDirectory) -> None:
 
 def _read_key(state: StateDirectory) -> Ed25519PrivateKey:
     path = state.path_of(KEY_NAME)
-    try:
-        fd = state.open_file(KEY_NAME, os.O_RDONLY)
-    except OSError as error:
-        raise UnsafePath(f"cannot be opened: {error.strerror}", obj=path) from error
+    fd = state.open_file(KEY_NAME, os.O_RDONLY)
     try:
         content = os.read(fd, _KEY_SIZE_BYTES + _CHECK_SIZE_BYTES + 1)
     finally:

@@ -44,7 +44,7 @@ class StateDirectory:
         if text == "/":
             raise UnsafePath("the state directory cannot be the root directory", obj=text, remedy=_REMEDY)
         walked = "/"
-        fd = os.open("/", _WALK)
+        fd = _enter(-1, "/", walked, create=False, last=False)
         try:
             names = [name for name in text.split("/") if name]
             for position, name in enumerate(names):
@@ -56,6 +56,9 @@ class StateDirectory:
                 _check_directory(os.fstat(fd), walked, last=last)
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o700:
                 os.fchmod(fd, 0o700)
+        except OSError as error:
+            os.close(fd)
+            raise KernelError(f"cannot be made private: {error.strerror}", obj=walked) from error
         except BaseException:
             os.close(fd)
             raise
@@ -167,7 +170,7 @@ def _enter(parent: int, name: str, walked: str, *, create: bool, last: bool) -> 
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC if last else _WALK
     try:
         try:
-            return os.open(name, flags, dir_fd=parent)
+            return os.open(name, flags, dir_fd=parent if parent >= 0 else None)
         except FileNotFoundError:
             if not create:
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvtier_node.ledger.book import Ledger, Observer
 from kvtier_node.ledger.rows import (
+    ABANDON,
     ARROWS,
     TERMINAL,
     ArrowRefused,
@@ -21,6 +22,7 @@ from kvtier_node.ledger.rows import (
 )
 
 __all__ = [
+    "ABANDON",
     "ARROWS",
     "TERMINAL",
     "ArrowRefused",

@@ -13,13 +13,14 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Self, TypeAlias
 
-from kvtier_api.erasure import ErasureScope
+from kvtier_api.erasure import ErasureScope, Trigger
 from kvtier_api.errors import InsufficientSpace, InvalidResource, LedgerError, NotFound, VerificationFailed
 from kvtier_api.volume import VolumeState
 from kvtier_node.identity import Signer
 from kvtier_node.ledger import mirror, records
-from kvtier_node.ledger.database import LEDGER_NAME, Database
+from kvtier_node.ledger.database import LEDGER_NAME, Database, translated
 from kvtier_node.ledger.rows import (
+    ABANDON,
     ARROWS,
     TERMINAL,
     ArrowRefused,
@@ -72,7 +73,7 @@ class Ledger:
         state = StateDirectory.open(state_dir, create=create)
         try:
             if create and not Database.exists(state):
-                with state.lock(exclusive=True):
+                with state.lock(exclusive=True), translated(state.path_of(LEDGER_NAME)):
                     cls._create_first(state)
             ledger = cls(state, observers)
         except BaseException:
@@ -101,7 +102,7 @@ class Ledger:
         """
         state = StateDirectory.open(state_dir)
         try:
-            with state.lock(exclusive=True):
+            with state.lock(exclusive=True), translated(state.path_of(LEDGER_NAME)):
                 receipts, problems = mirror.restorable(_mirror_lines(state), public_key)
                 text = reason if not problems else f"{reason}; receipts after {len(receipts)} lost: {problems[0]}"
 
@@ -111,10 +112,11 @@ class Ledger:
                     for receipt in receipts:
                         records.insert_receipt(connection, receipt)
 
+                Database.prepare(state, fill)
                 Database.set_aside(state)
                 if problems:
                     mirror.set_aside(state)
-                Database.build(state, fill)
+                Database.install(state)
         finally:
             state.close()
         return cls.open(state_dir, create=False, observers=observers)
@@ -133,7 +135,8 @@ class Ledger:
                 obj=state.path_of(LEDGER_NAME),
                 remedy="start 'kvtier node': it rebuilds the ledger from what is on this node, and says so",
             )
-        Database.build(state, lambda _connection: None)
+        Database.prepare(state, lambda _connection: None)
+        Database.install(state)
 
     def close(self) -> None:
         self._database.close()
@@ -334,17 +337,26 @@ class Ledger:
 
     # -- requests and events
 
-    def add_request(self, tier: str, scope: str, reason: str, *, argument: str | None = None) -> EraseRequest:
-        """Record a wish to erase. `argument`: the tenant's hash or the age in seconds; None for All.
+    def add_request(
+        self,
+        tier: str,
+        scope: str,
+        reason: str,
+        *,
+        argument: str | None = None,
+        trigger: Trigger = Trigger.REQUEST,
+    ) -> EraseRequest:
+        """Record a wish to erase. `argument`: the tenant's hash, the age in seconds, the volume to abandon; None for All.
 
         Raises InvalidResource for a scope that is none, or an argument that does not go with it.
         """
-        if scope not in set(ErasureScope) or (argument is None) != (scope == ErasureScope.ALL):
+        if scope not in {*ErasureScope, ABANDON} or (argument is None) != (scope == ErasureScope.ALL):
             raise InvalidResource(
-                "a scope is All, or Tenant or OlderThan with an argument", obj=f"scope={scope} argument={argument}"
+                "a scope is All, or Tenant, OlderThan or Abandon with an argument",
+                obj=f"scope={scope} argument={argument}",
             )
         request = EraseRequest(
-            f"kvq-{secrets.token_hex(10)}", tier, scope, argument, reason, "Open", utc_now(), None, None
+            f"kvq-{secrets.token_hex(10)}", tier, scope, argument, reason, "Open", utc_now(), None, None, trigger.value
         )
         self._database.write(lambda connection: records.insert_request(connection, request), essential=True)
         return request

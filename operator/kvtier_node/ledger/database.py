@@ -21,7 +21,7 @@ from kvtier_node.ledger.schema import check_schema, create_schema
 from kvtier_node.receipts.encoding import utc_now
 from kvtier_node.state_dir import StateDirectory
 
-__all__ = ["LEDGER_NAME", "Database"]
+__all__ = ["LEDGER_NAME", "Database", "translated"]
 
 LEDGER_NAME: Final = "ledger.db"
 _WAL: Final = f"{LEDGER_NAME}-wal"
@@ -47,14 +47,15 @@ class Database:
         self._pid = os.getpid()
         self._connection: sqlite3.Connection | None = None
         self._inodes: dict[str, int] = {}
+        self._mark_fd = -1
         try:
-            with self.state.lock(exclusive=False), _translated(self.path):
+            with self.state.lock(exclusive=False), translated(self.path):
                 self._connect()
         except _Full:
             # Recovery must be able to read the ledger on a full disk, or nothing would be erased.
             if not self._release_reserve():
                 raise
-            with self.state.lock(exclusive=False), _translated(self.path):
+            with self.state.lock(exclusive=False), translated(self.path):
                 self._connect()
         else:
             self.fill_reserve()
@@ -67,22 +68,28 @@ class Database:
 
     @staticmethod
     def leftovers(state: StateDirectory) -> list[str]:
-        """Files that only a lost ledger leaves behind."""
-        return [name for name in (_WAL, _MARK) if state.file_status(name) is not None]
+        """Files that only a lost ledger leaves behind, or a rebuild that was cut short."""
+        names = sorted(os.listdir(state.fd))
+        return [name for name in names if name in (_WAL, _MARK) or name.startswith(f"{LEDGER_NAME}.damaged-")]
 
     @staticmethod
-    def build(state: StateDirectory, fill: Callable[[sqlite3.Connection], None]) -> None:
-        """Make a new ledger file in one step; a crash leaves none. The caller holds the exclusive lock."""
+    def prepare(state: StateDirectory, fill: Callable[[sqlite3.Connection], None]) -> None:
+        """Write a new ledger beside the place for it. The caller holds the exclusive lock, here and for `install`."""
         for name in (_NEW, f"{_NEW}-wal", f"{_NEW}-shm", f"{_NEW}-journal"):
             state.remove(name)
         os.close(state.open_file(_NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        with _translated(state.path_of(_NEW)):
+        with translated(state.path_of(_NEW)):
             connection = _open_connection(state.path_of(_NEW))
             try:
                 connection.execute("BEGIN IMMEDIATE")
-                create_schema(connection)
+                # The number of commits goes on from the mark, which is kept: a rebuild cut short is then noticed too.
+                create_schema(connection, commits=_read_mark(state))
                 fill(connection)
                 connection.execute("COMMIT")
+                # Closing would do this too, but says nothing when it fails, and the log would be left behind.
+                busy, left, moved = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                if busy or left != moved:
+                    raise LedgerError("the new ledger cannot be written whole", obj=state.path_of(_NEW))
             finally:
                 connection.close()
         fd = state.open_file(_NEW, os.O_RDONLY)
@@ -90,6 +97,10 @@ class Database:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    @staticmethod
+    def install(state: StateDirectory) -> None:
+        """Put the prepared ledger in its place, durably."""
         state.move(_NEW, LEDGER_NAME)
         state.sync()
 
@@ -104,7 +115,6 @@ class Database:
                 state.move(name, aside + suffix)
             except FileNotFoundError:
                 pass
-        state.remove(_MARK)
         state.sync()
         return aside
 
@@ -164,6 +174,7 @@ class Database:
             if self._connection is not None and self._pid == os.getpid():
                 self._connection.close()
             self._connection = None
+            self._close_mark()
 
     @contextmanager
     def exclusive(self) -> Iterator[sqlite3.Connection]:
@@ -175,7 +186,7 @@ class Database:
     def _ready(self, *, exclusive: bool = False) -> Iterator[sqlite3.Connection]:
         if self._pid != os.getpid():
             raise LedgerError("the ledger was opened before a fork", obj=self.path, remedy="open it in the child")
-        with self._mutex, self.state.lock(exclusive=exclusive), _translated(self.path):
+        with self._mutex, self.state.lock(exclusive=exclusive), translated(self.path):
             if self._connection is None:
                 raise LedgerError("the ledger is closed", obj=self.path)
             self._check_files()
@@ -192,6 +203,8 @@ class Database:
         try:
             check_schema(connection, self.path)
             self._check_mark(_commits(connection))
+            self._close_mark()
+            self._mark_fd = self.state.open_file(_MARK, os.O_WRONLY | os.O_CREAT)
             self._inodes = self._current_inodes()
         except BaseException:
             connection.close()
@@ -220,33 +233,25 @@ class Database:
 
     def _write_mark(self, commits: int) -> None:
         # Not fsynced: after a power cut it may be behind, never ahead of what is durable in the ledger.
-        fd = self.state.open_file(_MARK, os.O_WRONLY | os.O_CREAT)
         try:
-            os.pwrite(fd, b"%020d\n" % commits, 0)
+            os.pwrite(self._mark_fd, b"%020d\n" % commits, 0)
         except OSError:
-            # A full disk on the mark's first write: no mark, so only weaker detection; the arrow itself is durable.
+            # The commit is durable and must not look failed. An old mark only weakens the detection of lost commits.
             pass
-        finally:
-            os.close(fd)
+
+    def _close_mark(self) -> None:
+        if self._mark_fd >= 0:
+            os.close(self._mark_fd)
+        self._mark_fd = -1
 
     def _check_mark(self, commits: int) -> None:
-        mark = self._read_mark()
+        mark = _read_mark(self.state)
         if mark > commits:
             raise LedgerDamaged(
                 f"it has lost commits ({commits} are here, {mark} were made): its log is gone, or it is an old copy",
                 obj=self.path,
                 remedy=_REBUILD,
             )
-
-    def _read_mark(self) -> int:
-        if self.state.file_status(_MARK) is None:
-            return 0
-        fd = self.state.open_file(_MARK, os.O_RDONLY)
-        try:
-            text = os.read(fd, 32)
-        finally:
-            os.close(fd)
-        return int(text) if len(text) == 21 and text[:20].isdigit() else 0
 
     # -- the reserve: space for the records of erasure when the disk is full
 
@@ -274,12 +279,24 @@ class Database:
         return True
 
 
+def _read_mark(state: StateDirectory) -> int:
+    if state.file_status(_MARK) is None:
+        return 0
+    fd = state.open_file(_MARK, os.O_RDONLY)
+    try:
+        text = os.read(fd, 32)
+    finally:
+        os.close(fd)
+    return int(text) if len(text) == 21 and text[:20].isdigit() else 0
+
+
 class _Full(LedgerError):
     """The disk is full; nothing was recorded."""
 
 
 @contextmanager
-def _translated(path: str) -> Iterator[None]:
+def translated(path: str) -> Iterator[None]:
+    """SQLite's and the kernel's errors as LedgerDamaged, Busy or LedgerError."""
     try:
         yield
     except sqlite3.IntegrityError:

@@ -161,7 +161,7 @@ def head(connection: sqlite3.Connection) -> Head:
 
 
 def insert_request(connection: sqlite3.Connection, request: EraseRequest) -> None:
-    connection.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", dataclasses.astuple(request))
+    connection.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", dataclasses.astuple(request))
 
 
 def update_request(connection: sqlite3.Connection, request: EraseRequest) -> None:

@@ -13,6 +13,7 @@ from kvtier_api.errors import LedgerError
 from kvtier_api.volume import BackendName, VolumeState
 
 __all__ = [
+    "ABANDON",
     "ARROWS",
     "TERMINAL",
     "ArrowRefused",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 S = VolumeState
+ABANDON: Final = "Abandon"
+"""Scope of a request to end one volume without an erasure, on an administrator's word."""
 TERMINAL: Final = frozenset({S.ERASED, S.ABANDONED})
 ARROWS: Final[dict[VolumeState, frozenset[VolumeState]]] = {
     S.PLANNED: frozenset({S.PROVISIONING, S.FAILED, S.ERASING, S.ABANDONED}),
@@ -111,7 +114,10 @@ class Head:
 
 @dataclass(frozen=True)
 class EraseRequest:
-    """A wish of `kvtier erase`. `scope` is All, Tenant or OlderThan, with `argument` (a tenant's hash, or seconds)."""
+    """A wish of `kvtier erase`, or of a manifest that was removed (`trigger` Deletion).
+
+    `scope` is All, Tenant or OlderThan, with `argument` (a tenant's hash, or seconds); or ABANDON with a volume's id.
+    """
 
     id: str
     tier: str
@@ -122,6 +128,7 @@ class EraseRequest:
     created_at: str
     done_at: str | None
     result: str | None
+    trigger: str = "Request"
 
 
 @dataclass(frozen=True)

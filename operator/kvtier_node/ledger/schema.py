@@ -37,20 +37,21 @@ _TABLES: Final = (
     "CREATE UNIQUE INDEX one_receipt_per_volume ON receipts(volume_id) WHERE volume_id IS NOT NULL",
     """CREATE TABLE requests (
         id TEXT PRIMARY KEY NOT NULL, tier TEXT NOT NULL, scope TEXT NOT NULL, argument TEXT,
-        reason TEXT NOT NULL, state TEXT NOT NULL, created_at TEXT NOT NULL, done_at TEXT, result TEXT)""",
+        reason TEXT NOT NULL, state TEXT NOT NULL, created_at TEXT NOT NULL, done_at TEXT, result TEXT,
+        trigger TEXT NOT NULL)""",
     """CREATE TABLE events (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, kind TEXT NOT NULL, reason TEXT NOT NULL,
         object TEXT NOT NULL, message TEXT NOT NULL)""",
 )
 
 
-def create_schema(connection: sqlite3.Connection) -> None:
+def create_schema(connection: sqlite3.Connection, *, commits: int) -> None:
     """Make all tables, in the caller's transaction."""
     for statement in _TABLES:
         connection.execute(statement)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-    connection.execute("INSERT INTO meta VALUES ('commits', '0')")
+    connection.execute("INSERT INTO meta VALUES ('commits', ?)", (str(commits),))
 
 
 def check_schema(connection: sqlite3.Connection, path: str) -> None:
