@@ -6,33 +6,26 @@ again after a crash. Nothing is claimed that a step did not verify: while one fa
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import EraseIncomplete
+from kvtier_api.errors import EraseIncomplete, KvtierError
 from kvtier_api.tier import KVCacheTierSpec, ScrubVerify
 from kvtier_api.volume import BackendName, VolumeState
 from kvtier_node import backends
+from kvtier_node.backends.base import Backend
 from kvtier_node.kernel.processes import boot_id
+from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import VolumeRow
-from kvtier_node.live import LiveVolume, ranges_of, request_of
+from kvtier_node.live import Death, LiveVolume, ranges_of, request_of
 from kvtier_node.node import Node
+from kvtier_node.paths import Directory
 from kvtier_node.receipts import Receipt, ReceiptDraft, Step, Technique, TierIdentity, seconds, utc_now
+from kvtier_node.sampling import Range, joined
 
 __all__ = ["Death", "abandon", "erase"]
-
-
-@dataclass(frozen=True)
-class Death:
-    """When the consumer was seen dead: wall time for the record, CLOCK_MONOTONIC seconds for the deadline."""
-
-    at: str
-    monotonic: float
-
-    @classmethod
-    def now(cls) -> Death:
-        return cls(utc_now(), time.monotonic())
 
 
 def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None = None) -> Receipt:
@@ -43,10 +36,13 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
     """
     begin, clock = utc_now(), time.monotonic()
     live.attempts += 1
-    row = _enter_erasing(node, live, trigger, death)
-    live.close_watch()
-    steps, destroyed_at, destroyed_clock = _erase_place(node, row)
-    refuse_false_claim(row, steps)
+    live.close_watch()  # first, whatever follows: a descriptor of our own would keep the key
+    death = live.death = live.death or death
+    row = live.row = _enter_erasing(node, live, trigger, death)
+    try:
+        steps, destroyed_at, destroyed_clock = _erase_place(node, row)
+    except OSError as error:
+        raise refused(error, error.filename if isinstance(error.filename, str) else row.place) from error
     deadline_s = float(KVCacheTierSpec.model_validate(row.spec).scrub.deadline)
     took_s = destroyed_clock - (death.monotonic if death else clock)
     receipt = node.ledger.finish(
@@ -82,7 +78,7 @@ def abandon(node: Node, live: LiveVolume, reason: str) -> Receipt:
     draft = _draft(node, row, Trigger.REQUEST).model_copy(
         update={"technique": Technique.NOTHING, "begin": now, "end": now, "steps": [step]}
     )
-    receipt = node.ledger.finish(row.volume_id, draft, node.identity, to=VolumeState.ABANDONED)
+    receipt = node.ledger.finish(row.volume_id, draft, node.identity, to=VolumeState.ABANDONED, reason=reason)
     live.close_watch()
     live.guardian.close(ended=True)
     return receipt
@@ -104,24 +100,52 @@ def _erase_place(node: Node, row: VolumeRow) -> tuple[list[Step], str, float]:
     spec = KVCacheTierSpec.model_validate(row.spec)
     place = node.places.open(row.place)
     if place is None:
-        return [_absent(row)], utc_now(), time.monotonic()
+        return [_absent(node, row)], utc_now(), time.monotonic()
     with place:
-        ranges = ranges_of(row) + backend.data_ranges(place, request)
-        steps = list(backend.destroy_key(place, request, row.key_id))
+        ranges, steps = _ranges(place, row, backend)
+        steps += backend.destroy_key(place, request, row.key_id)
         destroyed_at, clock = utc_now(), time.monotonic()
         if row.boot_id != boot_id() and backend.technique is Technique.KEY_DESTROYED:
             steps.append(Step("boot-id", True, f"the kernel of boot {row.boot_id}, which had the key, no longer runs"))
-        if spec.scrub.verify is ScrubVerify.SAMPLE:
-            steps += backend.read_back(place, request, ranges)
+        # Where the engine alone encrypts, only the sample shows that it did.
+        if spec.scrub.verify is ScrubVerify.SAMPLE or backend.technique is Technique.PROCESS_DEATH:
+            found = backend.read_back(place, request, ranges)
+            steps += _with_findings(node, row, list(found))
+        # Before anything is removed: at the next attempt there would be nothing left that could fail.
+        refuse_false_claim(row, steps)
         steps += backend.release(place, request, discard=spec.scrub.discard)
+        refuse_false_claim(row, steps)
     return steps, destroyed_at, clock
 
 
-def _absent(row: VolumeRow) -> Step:
+def _ranges(place: Directory, row: VolumeRow, backend: Backend) -> tuple[list[Range], list[Step]]:
+    """Where the consumer's bytes can lie. What keeps us from seeing it now must not keep the key alive."""
+    try:
+        return joined(ranges_of(row) + backend.data_ranges(place, request_of(row))), []
+    except (KvtierError, OSError) as error:
+        return ranges_of(row), [Step("data-ranges", None, f"only the areas on record are read back: {error}"[:500])]
+
+
+def _with_findings(node: Node, row: VolumeRow, found: list[Step]) -> list[Step]:
+    """The second reader's steps, after those of earlier attempts that found plaintext: that stays on record."""
+    earlier = [Step(**step) for step in row.facts.get("findings", [])]
+    if any(step.ok is False for step in found):
+        node.ledger.note(row.volume_id, facts={"findings": [asdict(step) for step in earlier + found]})
+    return earlier + found
+
+
+def _absent(node: Node, row: VolumeRow) -> Step:
     """A place whose directory is not there. Only where that proves something is it taken as erased."""
-    if row.device is None and row.key_id is None and "inodes" not in row.facts:
-        return Step("place", True, "the volume was recorded, and its directory never made")
+    recorded = row.facts.get("file_system")
+    if recorded is None or node.places.file_system_of(os.path.dirname(row.place)) != recorded:
+        raise EraseIncomplete(
+            "the place is not there: its file system may not be mounted",
+            obj=row.place,
+            remedy="mount it again, or end it with 'kvtier erase --abandon --reason ...' if it is really gone",
+        )
     backend = backends.BACKENDS[BackendName(row.backend)]
+    if row.facts.get("declared") is None:
+        return Step("place", True, "the volume was recorded, and its directory never made")
     if row.boot_id != boot_id() and backend.technique is Technique.KEY_DESTROYED:
         return Step(
             "boot-id",
@@ -129,20 +153,21 @@ def _absent(row: VolumeRow) -> Step:
             f"the directory is gone; its key was only in the kernel of boot {row.boot_id}, which no longer runs",
         )
     raise EraseIncomplete(
-        "the place is not there: its file system may not be mounted",
+        "the directory is gone, and not by kvtier's hand: what was in it may be elsewhere",
         obj=row.place,
-        remedy="mount it again, or end it with 'kvtier erase --abandon --reason ...' if it is really gone",
+        remedy="put it back, or end it with 'kvtier erase --abandon --reason ...'",
     )
 
 
 def refuse_false_claim(row: VolumeRow, steps: list[Step]) -> None:
     """Raise EraseIncomplete if a step failed that no later step made good."""
-    results = {step.name: step for step in steps}
-    for name, step in results.items():
-        mended = results.get(f"{name}-after-overwrite")
-        if step.ok is False and not (mended is not None and mended.ok):
+    last = {step.name.removesuffix("-after-overwrite"): step for step in steps}
+    for step in last.values():
+        if step.ok is False:
             raise EraseIncomplete(
-                f"step {name} failed: {step.detail}", obj=row.place, remedy="kvtier tries again by itself"
+                f"step {step.name} failed: {step.detail}",
+                obj=row.place,
+                remedy="kvtier tries again by itself; 'kvtier erase --abandon --reason ...' ends it without a claim",
             )
 
 

@@ -11,18 +11,21 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_api.erasure import Trigger
-from kvtier_api.errors import KvtierError, NotFound
+from kvtier_api.erasure import ErasureScope, Trigger
+from kvtier_api.errors import Busy, KvtierError, NotFound
 from kvtier_api.volume import VolumeState
+from kvtier_node.backends import BACKENDS
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
 from kvtier_node.kernel.processes import PidFd
+from kvtier_node.kernel.refusal import refused
+from kvtier_node.ledger import TERMINAL, ArrowRefused, EraseRequest, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
-from kvtier_node.receipts import Receipt
+from kvtier_node.receipts import Receipt, Technique
 from kvtier_node.recovery import evidence, trigger_of
 
-__all__ = ["LOOK_S", "Look", "fulfil_requests", "look", "stop_consumer"]
+__all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer"]
 
 LOOK_S: Final = 0.2
 """Seconds between two looks at a volume in use; an end is seen within 1 s."""
@@ -45,10 +48,14 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
     `trigger` and `death` are the caller's better knowledge of how and when the consumer ended. An erasure that fails
     is reported, not raised: the volume stays `Erasing`, and the next look tries again.
     """
-    found = evidence(live)
+    try:
+        found = evidence(live)
+    except (KvtierError, OSError) as error:  # not knowing is not a proof of death
+        failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
+        return Look(True, f"whether it is in use cannot be told: {failure}", error=failure)
     if found.alive:
         return Look(True, found.reason)
-    if live.row.state is VolumeState.IN_USE and death is None and live.attempts == 0:
+    if live.row.state is VolumeState.IN_USE and death is None and live.death is None:
         death = Death.now()
     try:
         receipt = erase(node, live, trigger or trigger_of(node.ledger.get(live.volume_id)), death=death)
@@ -80,21 +87,52 @@ def fulfil_requests(node: Node, lives: list[LiveVolume]) -> list[Receipt]:
     receipts = []
     for request in node.ledger.open_requests():
         for live in lives:
-            if f"{live.row.tier_namespace}/{live.row.tier_name}" != request.tier or live.row.is_terminal:
+            if not in_scope(request, live.row):
                 continue
-            stop_consumer(live)
             try:
-                receipts.append(erase(node, live, Trigger.REQUEST, death=Death.now()))
+                receipts.append(_end(node, live, Trigger(request.trigger)))
             except KvtierError as error:
-                node.ledger.add_event("Warning", "EraseIncomplete", live.volume_id, str(error))
-        left = [
-            row
-            for row in node.ledger.volumes()
-            if f"{row.tier_namespace}/{row.tier_name}" == request.tier and not row.is_terminal
-        ]
-        if not left and any(open_.id == request.id for open_ in node.ledger.open_requests()):
-            node.ledger.close_request(request.id, "every volume of the tier is Erased")
+                if str(error) != live.said:  # not the same one again at every look
+                    live.said = str(error)
+                    node.ledger.add_event("Warning", "EraseIncomplete", live.volume_id, str(error))
+        close_if_fulfilled(node, request)
     return receipts
+
+
+def _end(node: Node, live: LiveVolume, trigger: Trigger) -> Receipt:
+    """Stop the consumer and erase. Raises Busy while what it forked still uses a volume that has no key to destroy."""
+    stop_consumer(live)
+    if BACKENDS[live.row.backend].technique is not Technique.KEY_DESTROYED and (found := evidence(live)).alive:
+        raise Busy(
+            f"the consumer ended, and {found.reason}: it could go on writing",
+            obj=live.row.place,
+            remedy="end the processes that hold it (lsof +D, or fuser); kvtier tries again by itself",
+        )
+    return erase(node, live, trigger, death=Death.now())
+
+
+def in_scope(request: EraseRequest, row: VolumeRow) -> bool:
+    """Whether the request is about the volume: of its tier, not ended, and made before the request was."""
+    return (
+        request.scope == ErasureScope.ALL
+        and f"{row.tier_namespace}/{row.tier_name}" == request.tier
+        and not row.is_terminal
+        and row.created_at <= request.created_at
+    )
+
+
+def close_if_fulfilled(node: Node, request: EraseRequest) -> bool:
+    """Close the request if nothing in its scope is left, whoever guarded it; whether that is so."""
+    if request.scope != ErasureScope.ALL:
+        return False
+    live = frozenset(VolumeState) - TERMINAL
+    if any(in_scope(request, row) for row in node.ledger.volumes(live)):
+        return False
+    try:
+        node.ledger.close_request(request.id, "every volume in scope is Erased")
+    except ArrowRefused:
+        pass  # another guardian closed it first
+    return True
 
 
 def wait_for_end(node: Node, live: LiveVolume, *, limit_s: float | None = None) -> Look:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 from kvtier_api.errors import ForeignData, KvtierError, NotFound, VerificationFailed
@@ -27,6 +27,11 @@ _DEPTH: Final = 6
 _FOREIGN_LISTED: Final = 5
 
 
+def _is_record(name: str) -> bool:
+    """A record of kvtier's beside a volume, or the temporary file of one that a crash cut short."""
+    return name in (PLACE_NAME, CONSUMER_NAME) or name.startswith((f".{PLACE_NAME}.", f".{CONSUMER_NAME}."))
+
+
 class Places:
     """The places of one node, under the roots that its administrator allows."""
 
@@ -39,12 +44,24 @@ class Places:
         """The tier's directory, every step of the way checked. Raises NotPermitted, UnsafePath, OSError."""
         return self._allowed.open_directory(path, create=create)
 
-    def refuse_foreign(self, tier: Directory, known: Collection[str]) -> None:
+    def file_system_of(self, path: str) -> int | None:
+        """The id of the file system (statfs, f_fsid) that a tier's directory is on; None where there is no directory."""
+        try:
+            tier = self.tier_directory(path, create=False)
+        except NotFound:
+            return None
+        with tier:
+            return os.fstatvfs(tier.fd).f_fsid
+
+    def refuse_foreign(self, tier: Directory, known: Callable[[], Collection[str]]) -> None:
         """Raise ForeignData if the tier's directory holds anything that this node's kvtier did not make.
 
-        `known`: the ids of the volumes that the ledger has in this directory, so that one just being made is not foreign.
+        `known`: the ids of the volumes that the ledger has in this directory, asked for after the directory was read: another
+        process may be making or removing a volume here right now, and has it on record before and after.
         """
-        foreign = [name for name in tier.names() if name not in known and not self._is_ours(tier, name)]
+        unsigned = [name for name in tier.names() if not self._is_ours(tier, name)]
+        ids = known() if unsigned else ()
+        foreign = [name for name in unsigned if not (name in ids and self._is_half_made(tier, name))]
         if foreign:
             listed = ", ".join(repr(name) for name in foreign[:_FOREIGN_LISTED])
             more = f" and {len(foreign) - _FOREIGN_LISTED} more" if len(foreign) > _FOREIGN_LISTED else ""
@@ -67,8 +84,18 @@ class Places:
             with tier.child(name) as place:
                 self._read(place)
         except (KvtierError, OSError):
-            return False
+            return tier.stat_if_there(name) is None  # or it went meanwhile
         return True
+
+    def _is_half_made(self, tier: Directory, name: str) -> bool:
+        """A volume's directory before its record is in it, or after it was taken out: there is nothing else in it."""
+        try:
+            with tier.child(name) as place:
+                return all(_is_record(left) for left in place.names())
+        except NotFound:
+            return True
+        except (KvtierError, OSError):
+            return False
 
     def _read(self, place: Directory) -> PlaceRecord:
         """The record in `place`. Raises VerificationFailed where it is not this node's."""
@@ -112,14 +139,44 @@ class Places:
             return found
 
     def open(self, path: str) -> Directory | None:
-        """The place at `path`, or None where there is none any more. Raises VerificationFailed, UnsafePath, NotPermitted."""
+        """The place at `path`, or None where there is none any more.
+
+        Raises VerificationFailed for a directory that is not this volume's: its record is another's, or it holds something
+        without a record. UnsafePath, NotPermitted.
+        """
         try:
             tier = self.tier_directory(os.path.dirname(path), create=False)
         except NotFound:
             return None
         with tier:
             name = os.path.basename(path)
-            return tier.child(name) if name in tier.names() else None
+            if tier.stat_if_there(name) is None:
+                return None
+            place = tier.child(name)
+        try:
+            if not all(_is_record(left) for left in place.names()):
+                self._read(place)
+        except BaseException:
+            place.close()
+            raise
+        return place
+
+    def holds(self, path: str, name: str) -> bool:
+        """Whether there is something called `name` in the place at `path`. Raises as `open` does."""
+        place = self.open(path)
+        if place is None:
+            return False
+        with place:
+            return place.stat_if_there(name) is not None
+
+    def names_in(self, path: str) -> set[str]:
+        """What is in a tier's directory; nothing where there is none. Raises UnsafePath, NotPermitted."""
+        try:
+            tier = self.tier_directory(path, create=False)
+        except NotFound:
+            return set()
+        with tier:
+            return set(tier.names())
 
     def forget(self, path: str) -> None:
         """Remove the directory of a place that is erased and on record: only `place.json` can be left in it."""
@@ -132,9 +189,8 @@ class Places:
             if name not in tier.names():
                 return
             with tier.child(name) as place:
-                records = (PLACE_NAME, CONSUMER_NAME)
-                for left in place.names():
-                    if left in records or left.startswith(tuple(f".{record}." for record in records)):
+                for left in sorted(place.names(), key=PLACE_NAME.__eq__):  # what signs for the rest goes last
+                    if _is_record(left):
                         place.unlink(left)
             tier.rmdir(name)
             tier.fsync()
@@ -158,7 +214,7 @@ class Places:
             if info is None or not stat.S_ISDIR(info.st_mode):
                 continue
             try:
-                child = directory.child(name, same_device=False)
+                child = directory.child(name)
             except (KvtierError, OSError):
                 continue  # not ours to enter; refuse_foreign names it when a tier wants the place
             with child:

@@ -7,24 +7,29 @@ the node, and says so: what is in use stays in use, what is left over is never s
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import KvtierError
+from kvtier_api.errors import KvtierError, NotFound
 from kvtier_api.volume import VolumeState
+from kvtier_node.backends import BACKENDS
 from kvtier_node.consumers import Evidence, ProcessConsumer, alive
 from kvtier_node.erasing import erase
 from kvtier_node.guardian import Guardian
 from kvtier_node.identity import NodeIdentity
 from kvtier_node.kernel.processes import boot_id
+from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import TERMINAL, Ledger, LedgerDamaged, LedgerMissing, Observer, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
-from kvtier_node.places import Places
-from kvtier_node.receipts import PlaceRecord, Receipt, utc_now
+from kvtier_node.places import MOUNT_NAME, Places
+from kvtier_node.receipts import PlaceRecord, Receipt, Technique, utc_now
 from kvtier_node.slots import SlotWatch
 
 _TRIGGERS: Final = frozenset(trigger.value for trigger in Trigger)
@@ -50,26 +55,76 @@ def open_node(
     Raises LedgerError where it cannot be rebuilt, UnsafePath, NotPermitted, VerificationFailed (the node's key).
     """
     try:
-        return Node.open(state_dir, roots, name=name, observers=observers)
-    except (LedgerDamaged, LedgerMissing) as error:
-        identity = NodeIdentity.load_or_create(state_dir)
-        ledger = Ledger.create_fresh(state_dir, str(error), observers=observers)
-        node = Node(state_dir, name or Node.default_name(), ledger, identity, Places(roots, identity))
-        rebuild(node)
-        ledger.add_event("Warning", "LedgerRebuilt", state_dir, f"rebuilt from the places on this node: {error}")
-        return node
+        return _open_sound(state_dir, roots, name, observers)
+    except (LedgerDamaged, LedgerMissing):
+        with _alone(state_dir):  # of two processes that meet a lost ledger, one rebuilds it
+            try:
+                return _open_sound(state_dir, roots, name, observers)
+            except (LedgerDamaged, LedgerMissing) as error:
+                identity = NodeIdentity.load_or_create(state_dir)
+                ledger = Ledger.create_fresh(state_dir, str(error), observers=observers, public_key=identity.public_key)
+                node = Node(state_dir, name or Node.default_name(), ledger, identity, Places(roots, identity))
+                rebuild(node)
+                ledger.add_event(
+                    "Warning", "LedgerRebuilt", state_dir, f"rebuilt from the places on this node: {error}"
+                )
+                return node
+
+
+def _open_sound(state_dir: str, roots: Sequence[str], name: str | None, observers: Sequence[Observer]) -> Node:
+    """Open the node and read every row: a flipped bit shows in a row's digest only. Raises LedgerError."""
+    node = Node.open(state_dir, roots, name=name, observers=observers)
+    try:
+        node.ledger.volumes()
+        node.ledger.head()
+    except BaseException:
+        node.ledger.close()
+        raise
+    return node
+
+
+@contextmanager
+def _alone(state_dir: str) -> Iterator[None]:
+    """One process at a time; the kernel lets the next one in when the holder ends, by whatever means."""
+    fd = os.open(f"{state_dir}/rebuild.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def rebuild(node: Node) -> list[str]:
-    """Adopt every place on the node that carries this node's signature. Returns the volume ids."""
+    """Adopt every place on the node that carries this node's signature and is not in the ledger. Returns the volume ids.
+
+    Part of every recovery: a crash can come between a new ledger and the last adoption.
+    """
     adopted = []
     for path, record in node.places.discover():
         if record is None:
-            node.ledger.add_event("Warning", "ForeignData", path, "called like a volume, and not signed by this node")
+            if not _is_being_made(node, path):
+                node.ledger.add_event(
+                    "Warning", "ForeignData", path, "called like a volume, and not signed by this node"
+                )
+            continue
+        if _is_known(node, record.volume_id):  # asked for after the place was read: it was planned before it was made
             continue
         node.ledger.adopt(_row_of(node, record))
         adopted.append(record.volume_id)
     return adopted
+
+
+def _is_known(node: Node, volume_id: str) -> bool:
+    try:
+        node.ledger.get(volume_id)
+    except NotFound:
+        return False
+    return True
+
+
+def _is_being_made(node: Node, path: str) -> bool:
+    """On record in this place: another process makes or removes it just now, or a crash cut that short."""
+    return _is_known(node, os.path.basename(path)) and node.ledger.get(os.path.basename(path)).place == path
 
 
 def _row_of(node: Node, record: PlaceRecord) -> VolumeRow:
@@ -89,15 +144,32 @@ def _row_of(node: Node, record: PlaceRecord) -> VolumeRow:
         ranks=record.ranks,
         bytes_per_rank=record.bytes_per_rank,
         key_id=None,
-        consumer=node.places.consumer_of(record.place),
+        consumer=_consumer_of(node, record.place),
         state=VolumeState.IN_USE,  # until the evidence is looked at: the state that claims least
         reason="found on the node while the ledger was rebuilt",
         spec=record.spec,
-        facts={"uid": record.uid, "gid": record.gid, "nonce": record.nonce, "rebuilt": True, "inodes": []},
+        facts={
+            "uid": record.uid,
+            "gid": record.gid,
+            "nonce": record.nonce,
+            "rebuilt": True,
+            "declared": True,
+            "file_system": node.places.file_system_of(os.path.dirname(record.place)),
+            # Made only after the device was found blank and taken.
+            "device_taken": node.places.holds(record.place, MOUNT_NAME),
+        },
         created_at=record.created_at,
         updated_at=now,
         state_since=now,
     )
+
+
+def _consumer_of(node: Node, place: str) -> dict[str, Any] | None:
+    try:
+        return node.places.consumer_of(place)
+    except (KvtierError, ValueError) as error:
+        node.ledger.add_event("Warning", "ConsumerUnknown", place, f"its consumer's record cannot be read: {error}")
+        return None
 
 
 def guard(node: Node, row: VolumeRow) -> LiveVolume | None:
@@ -127,7 +199,7 @@ def _watch(node: Node, row: VolumeRow) -> SlotWatch | None:
         if place is None:
             return None
         with place:
-            return SlotWatch.open(place, int(row.facts["uid"]))
+            return SlotWatch.open(place, overwrite=BACKENDS[row.backend].technique is Technique.OVERWRITE)
     except (KvtierError, OSError) as error:
         node.ledger.note(row.volume_id, facts={"watch": json.dumps(str(error))[:300]})
         return None
@@ -155,24 +227,47 @@ def trigger_of(row: VolumeRow) -> Trigger:
 
 def recover(node: Node) -> Recovered:
     """Take every unguarded volume in hand: adopt it while it is in use, otherwise erase it. Run it before serving."""
+    rebuild(node)
     result = Recovered()
     for row in node.ledger.volumes(frozenset(VolumeState) - TERMINAL):
         live = guard(node, row)
         if live is None:
             result.guarded_elsewhere.append(row.volume_id)
             continue
-        if evidence(live).alive:
-            result.adopted.append(live)
-            continue
-        try:  # when the consumer died is not known here: nobody watched
-            result.erased.append(erase(node, live, trigger_of(live.row)))
-        except KvtierError as error:
-            result.failed.append((live, error))
+        try:
+            if evidence(live).alive:
+                result.adopted.append(live)
+            else:  # when the consumer died is not known here: nobody watched
+                result.erased.append(erase(node, live, trigger_of(live.row)))
+        except (KvtierError, OSError) as error:  # one volume's trouble must not keep the others from being erased
+            failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
+            result.failed.append((live, failure))
     tidy(node)
     return result
 
 
 def tidy(node: Node) -> None:
-    """Remove what a crash between record and removal left of ended volumes: their directory with only its record."""
+    """Remove what a crash between record and removal left of ended volumes: their directory with only its record.
+
+    Each under its volume's lock: another process may be between its record and its removal right now.
+    """
+    listed: dict[str, set[str]] = {}
     for row in node.ledger.volumes({VolumeState.ERASED}):
-        node.places.forget(row.place)
+        parent, name = os.path.split(row.place)
+        if parent not in listed:
+            try:
+                listed[parent] = node.places.names_in(parent)
+            except KvtierError as error:  # no longer under an allowed root, or somebody else's by now
+                listed[parent] = set()
+                node.ledger.add_event("Warning", "PlaceRefused", parent, str(error))
+        if name not in listed[parent]:
+            continue
+        guardian = Guardian.try_acquire(node.state_dir, row.volume_id)
+        if guardian is None:
+            continue
+        try:
+            node.places.forget(row.place)
+        except KvtierError as error:
+            node.ledger.add_event("Warning", "ForeignData", row.place, f"the place of an erased volume: {error}")
+        finally:
+            guardian.close(ended=True)

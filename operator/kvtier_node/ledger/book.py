@@ -97,26 +97,15 @@ class Ledger:
     ) -> Self:
         """Put a new ledger in the place of a damaged or missing one, which is moved aside; say so in `rebuilt`.
 
+        A ledger that is sound after all is opened as it is: another process was first, and may have adopted volumes.
         The receipts' chain is restored from the mirror as far as it verifies (under the raw `public_key`, if given); a
         mirror that does not verify to its end is moved aside too. Volumes are the caller's to `adopt`.
         """
         state = StateDirectory.open(state_dir)
         try:
             with state.lock(exclusive=True), translated(state.path_of(LEDGER_NAME)):
-                receipts, problems = mirror.restorable(_mirror_lines(state), public_key)
-                text = reason if not problems else f"{reason}; receipts after {len(receipts)} lost: {problems[0]}"
-
-                def fill(connection: sqlite3.Connection) -> None:
-                    connection.execute("INSERT INTO meta VALUES ('rebuilt_at', ?)", (utc_now(),))
-                    connection.execute("INSERT INTO meta VALUES ('rebuilt_reason', ?)", (text,))
-                    for receipt in receipts:
-                        records.insert_receipt(connection, receipt)
-
-                Database.prepare(state, fill)
-                Database.set_aside(state)
-                if problems:
-                    mirror.set_aside(state)
-                Database.install(state)
+                if not Database.is_sound(state, lambda connection: _check_rows(state, connection)):
+                    _rebuild(state, reason, public_key)
         finally:
             state.close()
         return cls.open(state_dir, create=False, observers=observers)
@@ -155,6 +144,11 @@ class Ledger:
             lambda connection: dict(connection.execute("SELECT key, value FROM meta WHERE key LIKE 'rebuilt%'"))
         )
         return (values["rebuilt_at"], values["rebuilt_reason"]) if "rebuilt_at" in values else None
+
+    def check(self) -> None:
+        """Read every row; recovery does this before it serves. Raises LedgerDamaged for what opening does not see."""
+        with self._database.exclusive() as connection:
+            _check_rows(self._state, connection)
 
     # -- arrows
 
@@ -394,6 +388,45 @@ class Ledger:
         return self._database.read(lambda connection: records.list_events(connection, limit))
 
 
+def _rebuild(state: StateDirectory, reason: str, public_key: bytes | None) -> None:
+    receipts, problems = mirror.restorable(_mirror_lines(state), public_key)
+    text = reason if not problems else f"{reason}; receipts after {len(receipts)} lost: {problems[0]}"
+
+    def fill(connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO meta VALUES ('rebuilt_at', ?)", (utc_now(),))
+        connection.execute("INSERT INTO meta VALUES ('rebuilt_reason', ?)", (text,))
+        for receipt in receipts:
+            records.insert_receipt(connection, receipt)
+
+    Database.prepare(state, fill)
+    Database.set_aside(state)
+    if problems:
+        mirror.set_aside(state)
+    Database.install(state)
+
+
+def _check_rows(state: StateDirectory, connection: sqlite3.Connection) -> None:
+    """Read every row that recovery relies on. Raises LedgerDamaged."""
+    records.list_volumes(connection, None, None)
+    records.list_transitions(connection, None)
+    records.check_receipts(connection)
+    head = records.head(connection)
+    try:
+        end = mirror.read_end(state)
+    except VerificationFailed:
+        return  # the mirror's damage, not the ledger's
+    _refuse_lost_receipts(state, head, end)
+
+
+def _refuse_lost_receipts(state: StateDirectory, head: Head, end: mirror.MirrorEnd) -> None:
+    if end.seq > head.count:
+        raise LedgerDamaged(
+            f"it has lost commits: {head.count} receipts are here, {end.seq} were written to {mirror.MIRROR_NAME}",
+            obj=state.path_of(LEDGER_NAME),
+            remedy="start 'kvtier node': it rebuilds the ledger from what is on this node, and says so",
+        )
+
+
 def _catch_up(state: StateDirectory, connection: sqlite3.Connection) -> str | None:
     """Bring the mirror up to the ledger; return what was wrong with it, if anything. The exclusive lock is held."""
     problem = None
@@ -403,12 +436,7 @@ def _catch_up(state: StateDirectory, connection: sqlite3.Connection) -> str | No
     except VerificationFailed as error:
         problem = f"its end was damaged ({error.cause}); kept as {mirror.set_aside(state)}, written anew"
         end = mirror.NO_MIRROR
-    if end.seq > head.count:
-        raise LedgerDamaged(
-            f"it has lost commits: {head.count} receipts are here, {end.seq} were written to {mirror.MIRROR_NAME}",
-            obj=state.path_of(LEDGER_NAME),
-            remedy="start 'kvtier node': it rebuilds the ledger from what is on this node, and says so",
-        )
+    _refuse_lost_receipts(state, head, end)
     if end.seq and records.receipt_hash(connection, end.seq) != end.hash:
         problem = f"it was of another chain; kept as {mirror.set_aside(state)}, written anew"
         end = mirror.NO_MIRROR

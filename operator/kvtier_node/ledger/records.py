@@ -110,18 +110,16 @@ def insert_transition(
 def list_transitions(connection: sqlite3.Connection, volume_id: str | None) -> list[Transition]:
     query = "SELECT seq, volume_id, before, after, reason, at, adopted FROM transitions"
     where = ("", ()) if volume_id is None else (" WHERE volume_id = ?", (volume_id,))
-    return [
-        Transition(
-            row["seq"],
-            row["volume_id"],
-            None if row["before"] is None else VolumeState(row["before"]),
-            VolumeState(row["after"]),
-            row["reason"],
-            row["at"],
-            bool(row["adopted"]),
-        )
-        for row in connection.execute(f"{query}{where[0]} ORDER BY seq", where[1])
-    ]
+    return [_transition(row) for row in connection.execute(f"{query}{where[0]} ORDER BY seq", where[1])]
+
+
+def _transition(row: sqlite3.Row) -> Transition:
+    try:
+        before = None if row["before"] is None else VolumeState(row["before"])
+        after = VolumeState(row["after"])
+    except ValueError as error:
+        raise LedgerDamaged(f"transition {row['seq']} cannot be read: {error}", obj=str(row["volume_id"])) from error
+    return Transition(row["seq"], row["volume_id"], before, after, row["reason"], row["at"], bool(row["adopted"]))
 
 
 # -- receipts
@@ -143,6 +141,16 @@ def receipt_lines(connection: sqlite3.Connection, after_seq: int) -> list[bytes]
 def receipt_hash(connection: sqlite3.Connection, seq: int) -> str | None:
     row = connection.execute("SELECT body FROM receipts WHERE seq = ?", (seq,)).fetchone()
     return None if row is None else hash_of(row[0].encode())
+
+
+def check_receipts(connection: sqlite3.Connection) -> None:
+    """Raises LedgerDamaged unless every receipt has its hash and follows the one before it."""
+    previous = ZERO_HASH
+    for row in connection.execute("SELECT seq, body, hash FROM receipts ORDER BY seq"):
+        body = row["body"].encode()
+        if row["hash"] != hash_of(body) or f'"prev":"{previous}"' not in row["body"]:
+            raise LedgerDamaged(f"receipt number {row['seq']} was changed, or the one before it")
+        previous = row["hash"]
 
 
 def head(connection: sqlite3.Connection) -> Head:
