@@ -193,8 +193,10 @@ class SlotBook:
 
     def count(self, job: Job) -> None:
         """Add the outcomes of a finished job to the counters."""
+        counts = Counter(job.outcomes)
         with self.lock:
-            self.outcomes.update(f"{job.kind}.{outcome.value}" for outcome in job.outcomes)
+            for outcome, count in counts.items():
+                self.outcomes[f"{job.kind}.{outcome.value}"] += count
 
     def count_error(self, name: str) -> None:
         with self.lock:

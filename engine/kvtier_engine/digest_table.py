@@ -1,6 +1,6 @@
-"""A compact hash table from 16-byte digests to node numbers: 28 bytes a node where a dict takes about 200.
+"""A compact hash table from 16-byte digests to node numbers: 32 bytes a node where a dict takes about 200.
 
-Open addressing with linear probing over 64-bit entries (32 bits of the digest, node number + 1), at most two thirds
+Open addressing with linear probing over 64-bit entries (32 bits of the digest, node number + 1), at most half
 full, with backward shifts instead of tombstones. The digests themselves stand in one bytearray, by node. Digests are
 keyed hashes, so their bits are uniform and an outsider cannot choose colliding ones. Not thread-safe.
 """
@@ -20,7 +20,7 @@ class DigestTable:
     """Holds each of the nodes 0 … nodes-1 at most once."""
 
     def __init__(self, nodes: int) -> None:
-        self._capacity = nodes + nodes // 2 + 2
+        self._capacity = 2 * nodes + 2
         self._entries = array("Q", [0]) * self._capacity
         self._digests = bytearray(DIGEST_BYTES * nodes)
 

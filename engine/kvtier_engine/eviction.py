@@ -129,6 +129,7 @@ class Arc:
         ghost = self._table.find(digest)
         if ghost < 0:
             lists.push(_T1, slot)
+            self._bound_ghosts()
             return
         kind = lists.list_of(ghost)
         ones, twos = max(lists.lengths[_B1], 1), max(lists.lengths[_B2], 1)
@@ -168,8 +169,12 @@ class Arc:
         ghost = self._free_ghosts.pop()
         self._table.insert(digest, ghost)
         lists.push(kind, ghost)
-        while lists.lengths[_T1] + lists.lengths[_B1] > self._slots and lists.lengths[_B1]:
-            self._forget(lists.oldest(_B1))
+        self._bound_ghosts()
+
+    def _bound_ghosts(self) -> None:
+        lengths = self._lists.lengths
+        while lengths[_B1] and lengths[_T1] + lengths[_B1] > self._slots:
+            self._forget(self._lists.oldest(_B1))
 
     def _forget(self, ghost: int) -> None:
         self._table.remove(self._table.digest(ghost))

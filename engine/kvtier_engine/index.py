@@ -1,7 +1,7 @@
 """The slot index: which block stands in which slot, what opens it, and which slots are free. In memory only.
 
 One record per slot in flat arrays: digest 16 bytes, tags 16 per rank, counter 8, key number 4, generation 4, state 1,
-readers 2, pins 2, links 8, list 1, table entry 12, free list 4; ARC adds 41 for its ghosts. Not thread-safe: the store
+readers 2, pins 2, links 8, list 1, table entries 16, free list 4; ARC adds 45 for its ghosts. Not thread-safe: the store
 calls it under its lock.
 
 States: FREE → WRITING (taken for a store) → READY (all ranks written; findable) → FREE, or DOOMED while it is still

@@ -11,7 +11,15 @@ import os
 import struct
 from typing import Final, NamedTuple
 
-__all__ = ["MADV_WIPEONFORK", "DirectAlignment", "address_of", "direct_alignment", "lock_memory", "set_dumpable"]
+__all__ = [
+    "MADV_WIPEONFORK",
+    "DirectAlignment",
+    "address_of",
+    "address_of_view",
+    "direct_alignment",
+    "lock_memory",
+    "set_dumpable",
+]
 
 # <asm-generic/mman-common.h>; Python's mmap module has no name for it.
 MADV_WIPEONFORK: Final = 18
@@ -43,6 +51,11 @@ def address_of(memory: mmap.mmap) -> int:
         return ctypes.addressof(first)
     finally:
         del first  # an exported buffer would keep the mapping from being closed
+
+
+def address_of_view(view: memoryview) -> int:
+    """Address of a writable view's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def lock_memory(memory: mmap.mmap) -> None:

@@ -66,7 +66,7 @@ class KeyRing:
         self._clock = clock
         self._seals_per_key = seals_per_key
         self._memory = KeyMemory()
-        self._secret_cell = self._memory.new()
+        self._secret = self._memory.view(self._memory.new())
         self._by_number: dict[int, _DataKey] = {}
         self._current: dict[tuple[bytes, int], _DataKey] = {}
         self._next_number = 1
@@ -83,13 +83,13 @@ class KeyRing:
         """The 16-byte name of a tenant's key space; `None` is the one space of requests without a tenant."""
         self._refuse_child()
         data = b"n" if tenant is None else b"t" + tenant
-        secret = self._memory.view(self._secret_cell)
-        return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=secret, person=b"kvtier space").digest()
+        return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=self._secret, person=b"kvtier space").digest()
 
     def block_digest(self, space: bytes, key: bytes) -> bytes:
         """The 16-byte name under which the index knows `key` of one tenant space."""
-        secret = self._memory.view(self._secret_cell)
-        return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, key=secret, salt=space, person=b"kvtier block").digest()
+        return hashlib.blake2b(
+            key, digest_size=_DIGEST_BYTES, key=self._secret, salt=space, person=b"kvtier block"
+        ).digest()
 
     # Keys.
 

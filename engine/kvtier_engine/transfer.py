@@ -6,7 +6,10 @@ seals, page-aligned memory goes to the file as it is. What fails here is told by
 
 from __future__ import annotations
 
+import os
+import threading
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +21,8 @@ from kvtier_engine.slotfile import SlotFile
 from kvtier_engine.staging import PAGE_BYTES, StagingBuffer, StagingRing
 
 __all__ = ["Transfer"]
+
+_SMALL_SLOT_BYTES: Final = 512 << 10
 
 
 def _page_aligned(view: memoryview) -> bool:
@@ -36,6 +41,10 @@ class Transfer:
         self._binding = binding
         self._size = slot_size_bytes
         self._sealed = sealed
+        # Small slots are sealed by one thread at a time: it does several GB/s, and more of them would spend their time
+        # on handing the interpreter lock to each other. Large ones leave the interpreter alone.
+        few = 1 if slot_size_bytes < _SMALL_SLOT_BYTES else max(1, os.cpu_count() or 1)
+        self._sealers = threading.BoundedSemaphore(few)
 
     def store(self, run: Run, position: int, rank: int, file: SlotFile) -> list[bytes] | None:
         """Write a run to one rank's file; returns its tags, or None when its key is gone. Raises OSError."""
@@ -63,7 +72,7 @@ class Transfer:
 
     def _seal(self, run: Run, views: list[memoryview], rank: int, buffer: StagingBuffer) -> list[bytes] | None:
         tags = []
-        with self._keys.cipher(run.seals[0].key_number) as aead:
+        with self._sealers, self._keys.cipher(run.seals[0].key_number) as aead:
             if aead is None:
                 return None
             for k, (seal, view) in enumerate(zip(run.seals, views, strict=True)):
@@ -111,7 +120,7 @@ class Transfer:
         # From the last to the first: a slot's tag is put where the next slot begins, which is opened by then.
         order = range(len(run.seals) - 1, -1, -1)
         for number, group in groupby(order, key=lambda k: run.seals[k].key_number):
-            with self._keys.cipher(number) as aead:
+            with self._sealers, self._keys.cipher(number) as aead:
                 if aead is None:
                     continue
                 for k in group:

@@ -1,0 +1,263 @@
+"""Throughput of the slot store beside fio: same file, same region, same block sizes, same depth, O_DIRECT, one run.
+
+    python bench/store_bench.py [--dir DIRECTORY] [-o table|json]
+
+Rounds are interleaved (fio, sealed, unsealed, fio, …), because a disk wanders; medians and the ratio of medians are
+printed. fio runs with io_uring and with psync threads; the better of its two medians is the one compared with. The
+store's depth is its number of I/O threads. At 64 KiB the store moves up to 16 adjacent blocks with one system call,
+which is its design; fio moves one block with each, and the column `fio same size` shows fio with the store's request
+size. CPU seconds are user and system time per 10**9 bytes; fio's are its own report's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier_engine import SlotStore, StoreConfig
+from kvtier_engine.index import SlotIndex
+from kvtier_engine.staging import aligned_memory
+
+MIB: Final = 1 << 20
+DEPTHS: Final = {64 << 10: 8, MIB: 4, 4 * MIB: 4}
+OPERATIONS: Final = ("write", "read")
+_SOURCE_BYTES: Final = 64 * MIB
+_JOB_BYTES: Final = 4 * MIB
+_TENANT: Final = b"bench"
+
+
+@dataclass
+class Samples:
+    """Rates in MiB/s and CPU seconds per 10**9 bytes, one of each per round."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def add(self, rate: float, cpu: float) -> None:
+        self.rates.append(rate)
+        self.cpu.append(cpu)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return statistics.median(self.cpu)
+
+
+def fio(path: str, operation: str, *, block: int, depth: int, total: int, engine: str) -> tuple[float, float]:
+    """(MiB/s, CPU seconds per GB) of one fio job over the first `total` bytes of the file."""
+    if engine == "psync":
+        part = total // depth // block * block
+        load = [f"--numjobs={depth}", "--thread", "--iodepth=1", f"--size={part}", f"--offset_increment={part}"]
+    else:
+        load = [f"--iodepth={depth}", f"--size={total}"]
+    command = ["fio", "--name=bench", f"--filename={path}", f"--rw={operation}", f"--bs={block}", "--direct=1"]
+    command += [f"--ioengine={engine}", *load, "--group_reporting", "--output-format=json", "--fallocate=none"]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    job = json.loads(done.stdout)["jobs"][0]
+    figures = job[operation]
+    # usr_cpu and sys_cpu are percentages of the time of all threads of the group together.
+    threads = depth if engine == "psync" else 1
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * figures["runtime"] / 1000 * threads
+    return figures["bw_bytes"] / MIB, cpu_s / (figures["io_bytes"] / 1e9)
+
+
+class StoreUnderTest:
+    """A store over the file, and a pool of page-aligned blocks that stands for pinned memory."""
+
+    def __init__(self, path: str, *, block: int, depth: int, total: int, sealed: bool, source: mmap.mmap) -> None:
+        self.blocks = total // block
+        self.block = block
+        whole = memoryview(source)
+        self.pool = [whole[start : start + block] for start in range(0, len(whole), block)]
+        self.per_job = max(1, _JOB_BYTES // block)
+        self.window = max(2, 2 * depth * MIB // _JOB_BYTES) if block < MIB else 3 * depth
+        self.store = SlotStore(
+            StoreConfig(
+                files=(path,),
+                ranks=(0,),
+                slot_size_bytes=block,
+                slots=self.blocks,
+                tier_uid="bench",
+                volume_id="bench",
+                salt_policy="Required",
+                max_age_s=24 * 3600,
+                seal_slots=sealed,
+                io_threads=depth,
+                harden_process=False,
+            )
+        )
+
+    def run(self, operation: str) -> tuple[float, float]:
+        """Move every block once, in jobs, at most `window` of them under way."""
+        store, pool = self.store, self.pool
+        if operation == "write":
+            store.erase(_TENANT)
+        submit = store.submit_store if operation == "write" else store.submit_load
+        cpu, begin, moved = time.process_time(), time.perf_counter(), 0
+        reported = 0
+        for job, first in enumerate(range(0, self.blocks, self.per_job)):
+            items = [
+                (number.to_bytes(32, "big"), [pool[number % len(pool)]])
+                for number in range(first, min(first + self.per_job, self.blocks))
+            ]
+            submit(job, items, tenant=_TENANT)
+            while job + 1 - reported >= self.window:
+                store.wait([reported])
+                for result in store.finished():
+                    reported += 1
+                    moved += result.transferred_bytes
+                    if not result.success:
+                        raise SystemExit(f"a job failed: {result}")
+        store.drain()
+        moved += sum(result.transferred_bytes for result in store.finished())
+        elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        if moved != self.blocks * self.block:
+            raise SystemExit(f"{moved} bytes were moved of {self.blocks * self.block}")
+        return moved / elapsed / MIB, cpu / (moved / 1e9)
+
+
+def index_bytes_per_slot(policy: str, ranks: int, slots: int = 200_000) -> float:
+    """Memory of a full index (and, with ARC, full ghost lists) divided by its slots."""
+    tracemalloc.start()
+    index = SlotIndex(slots=slots, ranks=ranks, policy=policy)  # type: ignore[arg-type]
+    tags = [bytes(16)] * ranks
+    for _ in range(2 if policy == "arc" else 1):
+        for slot in index.allocate(slots):
+            index.describe(slot, key_number=1, counter=slot)
+            index.commit(slot, os.urandom(16), tags)
+    size, _peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return size / slots
+
+
+def measure(path: str, *, total: int, rounds: int, say: Any) -> list[dict[str, Any]]:
+    source = aligned_memory(_SOURCE_BYTES)
+    for start in range(0, _SOURCE_BYTES, MIB):
+        source[start : start + MIB] = os.urandom(MIB)
+    fio(path, "write", block=4 * MIB, depth=4, total=total, engine="io_uring")  # no unwritten extents in what follows
+    rows = []
+    for block, depth in DEPTHS.items():
+        samples: dict[tuple[str, str], Samples] = {}
+        stores = {
+            name: StoreUnderTest(path, block=block, depth=depth, total=total, sealed=name == "sealed", source=source)
+            for name in ("sealed", "unsealed")
+        }
+        for number in range(rounds):
+            say(f"block {block >> 10} KiB, round {number + 1} of {rounds}")
+            for engine in ("io_uring", "psync"):
+                for operation in OPERATIONS:
+                    figure = fio(path, operation, block=block, depth=depth, total=total, engine=engine)
+                    samples.setdefault((operation, engine), Samples()).add(*figure)
+                    if block < MIB:
+                        figure = fio(path, operation, block=MIB, depth=depth, total=total, engine=engine)
+                        samples.setdefault((operation, f"{engine} 1 MiB"), Samples()).add(*figure)
+            for name, under_test in stores.items():
+                # Both stores use the file's first bytes, so each reads what it has just written.
+                for operation in OPERATIONS:
+                    samples.setdefault((operation, name), Samples()).add(*under_test.run(operation))
+        for under_test in stores.values():
+            under_test.store.close()
+        for operation in OPERATIONS:
+            engine = max(("io_uring", "psync"), key=lambda name: samples[operation, name].rate)
+            best = samples[operation, engine]
+            row: dict[str, Any] = {
+                "operation": {"write": "store", "read": "load"}[operation],
+                "block_bytes": block,
+                "depth": depth,
+                "fio_engine": engine,
+                "fio_mib_s": best.rate,
+                "fio_cpu_s_per_gb": best.cpu_s_per_gb,
+            }
+            if block < MIB:
+                row["fio_same_size_mib_s"] = max(samples[operation, f"{e} 1 MiB"].rate for e in ("io_uring", "psync"))
+            for name in ("sealed", "unsealed"):
+                mine = samples[operation, name]
+                row |= {
+                    f"{name}_mib_s": mine.rate,
+                    f"{name}_ratio": mine.rate / best.rate,
+                    f"{name}_cpu_s_per_gb": mine.cpu_s_per_gb,
+                }
+            row["rounds"] = {
+                name: [round(rate) for rate in some.rates]
+                for (what, name), some in samples.items()
+                if what == operation
+            }
+            rows.append(row)
+    return rows
+
+
+def show(report: dict[str, Any]) -> None:
+    console = Console()
+    table = Table(title="slot store and fio, O_DIRECT, one file; MiB/s, medians of interleaved rounds")
+    for column in ("", "block", "depth", "fio", "fio same size", "sealed", "ratio", "unsealed", "ratio"):
+        table.add_column(column, justify="right")
+    table.add_column("CPU s/GB: fio, sealed, unsealed", justify="right")
+    for row in report["throughput"]:
+        table.add_row(
+            row["operation"],
+            f"{row['block_bytes'] >> 10} KiB",
+            str(row["depth"]),
+            f"{row['fio_mib_s']:.0f} {row['fio_engine']}",
+            f"{row['fio_same_size_mib_s']:.0f}" if "fio_same_size_mib_s" in row else "",
+            f"{row['sealed_mib_s']:.0f}",
+            f"{row['sealed_ratio']:.2f}",
+            f"{row['unsealed_mib_s']:.0f}",
+            f"{row['unsealed_ratio']:.2f}",
+            f"{row['fio_cpu_s_per_gb']:.2f}  {row['sealed_cpu_s_per_gb']:.2f}  {row['unsealed_cpu_s_per_gb']:.2f}",
+        )
+    console.print(table)
+    for name, size in report["index_bytes_per_slot"].items():
+        console.print(f"index, {name}: {size:.0f} bytes per slot, {size:.0f} MB per million slots")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", help="a directory on the disk to be measured; default: a temporary one")
+    parser.add_argument("--size-mib", type=int, default=1024, help="bytes moved in each sample, and the file's size")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        raise SystemExit("fio is not installed (Debian: apt-get install fio)")
+    total = options.size_mib * MIB
+    with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvtier-bench-") as directory:
+        path = os.path.join(directory, "slot.rank_0")
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, total)
+        report: dict[str, Any] = {
+            "size_bytes": total,
+            "rounds": options.rounds,
+            "throughput": measure(
+                path, total=total, rounds=options.rounds, say=lambda text: print(text, file=sys.stderr, flush=True)
+            ),
+        }
+    report["index_bytes_per_slot"] = {
+        f"{policy}, {ranks} rank{'s' if ranks > 1 else ''}": index_bytes_per_slot(policy, ranks)
+        for policy in ("lru", "arc")
+        for ranks in (1, 8)
+    }
+    if options.output == "json":
+        print(json.dumps(report, indent=1))
+    else:
+        show(report)
+
+
+if __name__ == "__main__":
+    main()
