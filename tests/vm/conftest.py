@@ -1,0 +1,63 @@
+"""What every test of this folder shares: the harness on the path, the kernel, a machine in a work folder of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from requirements import missing, need_tool
+
+_HERE = Path(__file__).resolve().parent
+if str(_HERE / "harness") not in sys.path:
+    sys.path.insert(0, str(_HERE / "harness"))
+
+if TYPE_CHECKING:
+    from uml.kernel import Kernel
+    from uml.machine import Machine
+
+GUESTS = _HERE / "guests"
+
+
+@pytest.fixture(scope="session")
+def uml_kernel() -> Kernel:
+    """The kernel in the cache. Fetching it is `make test`'s work: a test that downloads hides what it needs."""
+    from uml import kernel
+
+    for tool in ("cryptsetup", "dmsetup", "mkfs.ext4", "mkfs.xfs", "kmod"):
+        need_tool(tool)
+    try:
+        return kernel.find()
+    except kernel.KernelMissing as error:
+        missing(f"user-mode Linux ({error})")
+
+
+@pytest.fixture
+def boot(uml_kernel: Kernel, tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """`boot("hello.py", disks=[...], args={...})`: a machine that is on. It is cut at the end of the test at the latest."""
+    from uml.machine import Machine
+
+    with ExitStack() as machines:
+
+        def start(guest: str, *, work: Path | None = None, **options: Any) -> Machine:
+            machine = Machine(work or tmp_path, GUESTS / guest, uml_kernel, **options)
+            return machines.enter_context(machine)
+
+        yield start
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Callable[..., Path]:
+    """`make_disk(64)`: a new image of that many MiB, all holes."""
+
+    def make(size_mib: int, name: str = "disk.img", folder: Path | None = None) -> Path:
+        path = (folder or tmp_path) / name
+        with open(path, "xb") as file:
+            file.truncate(size_mib << 20)
+        return path
+
+    return make
