@@ -406,7 +406,10 @@ def _rebuild(state: StateDirectory, reason: str, public_key: bytes | None) -> No
 
 
 def _check_rows(state: StateDirectory, connection: sqlite3.Connection) -> None:
-    """Read every row that recovery relies on. Raises LedgerDamaged."""
+    """Read every row that recovery relies on, and compare indexes with tables. Raises LedgerDamaged."""
+    problem = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    if problem != "ok":
+        raise LedgerDamaged(f"its pages are damaged: {problem}", obj=state.path_of(LEDGER_NAME))
     records.list_volumes(connection, None, None)
     records.list_transitions(connection, None)
     records.check_receipts(connection)

@@ -73,13 +73,31 @@ class Database:
         return [name for name in names if name in (_WAL, _MARK) or name.startswith(f"{LEDGER_NAME}.damaged-")]
 
     @staticmethod
+    def is_sound(state: StateDirectory, check: Callable[[sqlite3.Connection], object]) -> bool:
+        """Whether a whole ledger is in place that `check` does not refuse. The caller holds the exclusive lock."""
+        if not Database.exists(state):
+            return False
+        path = state.path_of(LEDGER_NAME)
+        try:
+            with translated(path):
+                connection = _open_connection(path)
+                try:
+                    _check_whole(connection, state)
+                    check(connection)
+                finally:
+                    connection.close()
+        except LedgerDamaged:
+            return False
+        return True
+
+    @staticmethod
     def prepare(state: StateDirectory, fill: Callable[[sqlite3.Connection], None]) -> None:
         """Write a new ledger beside the place for it. The caller holds the exclusive lock, here and for `install`."""
         for name in (_NEW, f"{_NEW}-wal", f"{_NEW}-shm", f"{_NEW}-journal"):
             state.remove(name)
         os.close(state.open_file(_NEW, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         with translated(state.path_of(_NEW)):
-            connection = _open_connection(state.path_of(_NEW))
+            connection = _open_connection(state.path_of(_NEW), new=True)
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 # The number of commits goes on from the mark, which is kept: a rebuild cut short is then noticed too.
@@ -201,8 +219,7 @@ class Database:
             self.state.file_status(name)
         connection = _open_connection(self.path)
         try:
-            check_schema(connection, self.path)
-            self._check_mark(_commits(connection))
+            _check_whole(connection, self.state)
             self._close_mark()
             self._mark_fd = self.state.open_file(_MARK, os.O_WRONLY | os.O_CREAT)
             self._inodes = self._current_inodes()
@@ -244,15 +261,6 @@ class Database:
             os.close(self._mark_fd)
         self._mark_fd = -1
 
-    def _check_mark(self, commits: int) -> None:
-        mark = _read_mark(self.state)
-        if mark > commits:
-            raise LedgerDamaged(
-                f"it has lost commits ({commits} are here, {mark} were made): its log is gone, or it is an old copy",
-                obj=self.path,
-                remedy=_REBUILD,
-            )
-
     # -- the reserve: space for the records of erasure when the disk is full
 
     def fill_reserve(self) -> bool:
@@ -279,6 +287,18 @@ class Database:
         return True
 
 
+def _check_whole(connection: sqlite3.Connection, state: StateDirectory) -> None:
+    path = state.path_of(LEDGER_NAME)
+    check_schema(connection, path)
+    commits, mark = _commits(connection), _read_mark(state)
+    if mark > commits:
+        raise LedgerDamaged(
+            f"it has lost commits ({commits} are here, {mark} were made): its log is gone, or it is an old copy",
+            obj=path,
+            remedy=_REBUILD,
+        )
+
+
 def _read_mark(state: StateDirectory) -> int:
     if state.file_status(_MARK) is None:
         return 0
@@ -299,22 +319,23 @@ def translated(path: str) -> Iterator[None]:
     """SQLite's and the kernel's errors as LedgerDamaged, Busy or LedgerError."""
     try:
         yield
-    except sqlite3.IntegrityError:
-        raise
+    except UnicodeDecodeError as error:
+        raise LedgerDamaged(f"the ledger is damaged: {error}", obj=path, remedy=_REBUILD) from error
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise Busy(f"the ledger was locked for {_BUSY_TIMEOUT_S:g} s", obj=path) from error
         if code & 0xFF == sqlite3.SQLITE_FULL or code == _IOERR_SHMSIZE:
             raise _Full(f"the disk is full: {error}", obj=path, remedy="free space there") from error
-        if code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or code == _IOERR_SHORT_READ:
+        damaged = code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or code == _IOERR_SHORT_READ
+        if damaged or "Could not decode" in str(error):  # text that is none: Python's own error, without a code
             raise LedgerDamaged(f"the ledger is damaged: {error}", obj=path, remedy=_REBUILD) from error
         raise LedgerError(f"the ledger cannot be used: {error}", obj=path) from error
     except OSError as error:
         raise LedgerError(f"the ledger cannot be used: {error.strerror}", obj=path) from error
 
 
-def _open_connection(path: str) -> sqlite3.Connection:
+def _open_connection(path: str, *, new: bool = False) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{urllib.parse.quote(path)}?mode=rw",
         uri=True,
@@ -327,19 +348,26 @@ def _open_connection(path: str) -> sqlite3.Connection:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA cell_size_check = ON")
         connection.execute("PRAGMA foreign_keys = ON")
-        _make_durable(connection, path)
+        _make_durable(connection, path, new=new)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _make_durable(connection: sqlite3.Connection, path: str) -> None:
-    """A commit returns after its log is on the disk (fsync). https://sqlite.org/pragma.html#pragma_synchronous"""
-    mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+def _make_durable(connection: sqlite3.Connection, path: str, *, new: bool) -> None:
+    """A commit returns after its log is on the disk (fsync). https://sqlite.org/pragma.html#pragma_synchronous
+
+    The mode is set in a new file only: to set it would write to an empty or foreign file, and spoil the evidence.
+    """
+    mode = connection.execute(f"PRAGMA journal_mode{' = WAL' if new else ''}").fetchone()[0]
+    if mode != "wal":
+        if new:
+            raise LedgerError(f"no write-ahead log on this file system (got {mode})", obj=path)
+        raise LedgerDamaged(f"not a kvtier ledger: its journal mode is {mode}", obj=path, remedy=_REBUILD)
     connection.execute("PRAGMA synchronous = FULL")
-    if mode != "wal" or connection.execute("PRAGMA synchronous").fetchone()[0] != 2:
-        raise LedgerError(f"no write-ahead log on this file system (got {mode})", obj=path)
+    if connection.execute("PRAGMA synchronous").fetchone()[0] != 2:
+        raise LedgerError("SQLite refuses synchronous = FULL", obj=path)
 
 
 def _commits(connection: sqlite3.Connection) -> int:
