@@ -39,6 +39,10 @@ def _refuse_unsuitable(info: os.stat_result, path: str, min_bytes: int) -> None:
         raise EngineError(f"the slot file has {info.st_size} bytes, {min_bytes} are needed", obj=path, remedy=_REMEDY)
 
 
+def _refuse_device(path: str) -> None:
+    raise UnsafePath("not on the device of its directory: something is mounted over it", obj=path, remedy=_REMEDY)
+
+
 class SlotFile:
     """Raises on opening: NotFound, UnsafePath (not a regular file, more than one name), EngineError (too small)."""
 
@@ -46,7 +50,7 @@ class SlotFile:
         self, path: str, *, min_bytes: int, slot_size_bytes: int, direct: bool = True, dir_fd: int | None = None
     ):
         self.path = path
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         try:
             fd = os.open(path, _FLAGS, dir_fd=dir_fd)
         except FileNotFoundError as error:
@@ -57,8 +61,9 @@ class SlotFile:
         try:
             info = os.fstat(fd)
             _refuse_unsuitable(info, path, min_bytes)
+            if dir_fd is not None and info.st_dev != os.fstat(dir_fd).st_dev:
+                _refuse_device(path)
             self.size_bytes = info.st_size
-            self.device = info.st_dev
             self.direct_reason = self._why_not_direct(fd, slot_size_bytes) if direct else "switched off"
             if not self.direct_reason:
                 self.direct_reason = self._probe(fd)
@@ -99,7 +104,7 @@ class SlotFile:
         info = os.fstat(self._fd)
         if not info.st_nlink:
             raise OSError(errno.ESTALE, "the slot file was unlinked", self.path)
-        if info.st_size < self._min_bytes:
+        if info.st_size < self.min_bytes:
             raise OSError(errno.ESTALE, "the slot file was cut short", self.path)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:

@@ -81,6 +81,8 @@ class SlotStore:
             self._keys = KeyRing(max_age_s=config.max_age_s, clock=config.clock)
             undo.pop_all()
         slots = config.slots or min(file.size_bytes for file in self._files) // size
+        for file in self._files:
+            file.min_bytes = slots * size
         self._book = SlotBook(config=config, slots=slots, keys=self._keys)
         self._staging = StagingRing(
             count=config.io_threads + 1, run_bytes=self._book.run_slots * size, slot_size_bytes=size
