@@ -58,6 +58,20 @@ def sql(*statements: str) -> Callable[[Path], None]:
     return apply
 
 
+def garbage_in(table: str) -> Callable[[Path], None]:
+    """The first page of a table that opening itself reads no row of."""
+
+    def apply(path: Path) -> None:
+        connection = sqlite3.connect(path)
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", (table,)).fetchone()
+        connection.close()
+        with path.open("r+b") as file:
+            file.seek((page - 1) * 4096)
+            file.write(b"\xa5" * 4096)
+
+    return apply
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "empty": rewrite(lambda _: b""),
     "one byte": rewrite(lambda content: content[:1]),
@@ -67,6 +81,9 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "garbage": rewrite(lambda content: os.urandom(len(content))),
     "zeros": rewrite(lambda content: bytes(len(content))),
     "text": rewrite(lambda _: b"not a database\n" * 1000),
+    "a page of the transitions": garbage_in("transitions"),
+    "a page of the requests": garbage_in("requests"),
+    "a page of an index": garbage_in("live_places"),
     "another application": sql("PRAGMA application_id = 1"),
     "newer version": sql("PRAGMA user_version = 2"),
     "a table is gone": sql("DROP TABLE requests"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ledger_samples
 from kvtier_api.errors import LedgerError
 from kvtier_node.identity import NodeIdentity
-from kvtier_node.ledger import ArrowRefused, Ledger
+from kvtier_node.ledger import ArrowRefused, Ledger, mirror
 from kvtier_node.receipts import export_chain, verify_chain
 from ledger_samples import S, draft, live, row
 
@@ -31,13 +34,14 @@ def test_processes_that_start_at_once_share_one_key_one_ledger_and_one_chain(tmp
         _, errors = child.communicate(timeout=120)
         assert child.returncode == 0, errors.decode()
     identity = NodeIdentity.load(tmp_path / "s")
+    mirror = (tmp_path / "s" / "receipts.jsonl").read_bytes()
     with Ledger.open(tmp_path / "s", create=False) as ledger:
         ledger.check()
         assert len(ledger.volumes(states=[S.ERASED])) == PROCESSES * LIVES
         assert len(ledger.transitions()) == PROCESSES * LIVES * 7
         found = verify_chain(export_chain(ledger, identity), public_key=identity.public_key)
         assert (found.ok, found.count) == (True, PROCESSES * LIVES), found.problems
-        assert (tmp_path / "s" / "receipts.jsonl").read_bytes().splitlines() == ledger.receipt_lines()
+        assert mirror.splitlines() == ledger.receipt_lines()
 
 
 def test_processes_that_are_killed_stop_no_other(tmp_path: Path) -> None:
@@ -110,3 +114,24 @@ def test_threads_share_one_ledger(tmp_path: Path) -> None:
         ledger.check()
         assert ledger.head().count == 30
         assert verify_chain(export_chain(ledger, identity)).ok
+
+
+def test_the_mirror_is_written_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    append = mirror.append
+
+    def watched(*arguments: Any) -> None:
+        other = os.open(tmp_path / "s", os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held.append(False)
+        except BlockingIOError:
+            held.append(True)
+        finally:
+            os.close(other)
+        append(*arguments)
+
+    monkeypatch.setattr(mirror, "append", watched)
+    with Ledger.open(tmp_path / "s") as ledger:
+        live(ledger, NodeIdentity.load_or_create(tmp_path / "s"))
+    assert held == [True]
