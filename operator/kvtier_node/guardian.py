@@ -64,10 +64,14 @@ class Guardian:
         """Stop guarding. `ended` says that the volume is Erased or Abandoned, so that the lock file goes too."""
         if self._fd < 0:
             return
-        if ended:
-            os.unlink(self._path)
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        try:
+            if ended:
+                os.unlink(self._path)
+        except FileNotFoundError:
+            pass  # a name that is gone already guards nothing
+        finally:
+            os.close(fd)
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,23 @@ from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.guardian import Guardian
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.places import MOUNT_NAME
+from kvtier_node.receipts import utc_now
 from kvtier_node.sampling import Range
 from kvtier_node.slots import SlotWatch
 
-__all__ = ["LiveVolume", "ranges_of", "request_of"]
+__all__ = ["Death", "LiveVolume", "ranges_of", "request_of"]
+
+
+@dataclass(frozen=True)
+class Death:
+    """When the consumer was seen dead: wall time for the record, CLOCK_MONOTONIC seconds for the deadline."""
+
+    at: str
+    monotonic: float
+
+    @classmethod
+    def now(cls) -> Death:
+        return cls(utc_now(), time.monotonic())
 
 
 @dataclass
@@ -24,6 +38,10 @@ class LiveVolume:
     guardian: Guardian
     watch: SlotWatch | None = None
     attempts: int = 0
+    death: Death | None = None
+    """Kept over failed attempts to erase: the deadline runs from the death, not from the last try."""
+    said: str = ""
+    """The last failure on record: the same one is not put there again at every look."""
 
     @property
     def volume_id(self) -> str:
@@ -53,7 +71,13 @@ def request_of(row: VolumeRow) -> VolumeRequest:
         gid=int(row.facts["gid"]),
         device=row.spec.get("device"),
         own_inodes=frozenset(row.facts.get("inodes", ())),
+        image=_pair(row.facts.get("image")),
+        device_taken=bool(row.facts.get("device_taken")),
     )
+
+
+def _pair(found: list[int] | None) -> tuple[int, int] | None:
+    return (int(found[0]), int(found[1])) if found else None
 
 
 def ranges_of(row: VolumeRow) -> list[Range]:

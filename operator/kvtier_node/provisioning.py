@@ -25,7 +25,7 @@ from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import LiveVolume, request_of
 from kvtier_node.node import Node, namespace_of, uid_of
 from kvtier_node.paths import Directory
-from kvtier_node.receipts import PlaceRecord, utc_now
+from kvtier_node.receipts import PlaceRecord, Technique, utc_now
 
 __all__ = ["choose_backend", "provision", "refuse_too_large", "start"]
 
@@ -37,8 +37,10 @@ def provision(node: Node, tier: KVCacheTier, *, uid: int, gid: int) -> LiveVolum
     InsufficientSpace, KernelError.
     """
     with node.places.tier_directory(tier.spec.path, create=True) as directory:
-        known = {row.volume_id for row in node.ledger.volumes() if os.path.dirname(row.place) == directory.path}
-        node.places.refuse_foreign(directory, known)
+        node.places.refuse_foreign(
+            directory,
+            lambda: {row.volume_id for row in node.ledger.volumes() if os.path.dirname(row.place) == directory.path},
+        )
         backend, reasons = choose_backend(tier, directory)
         refuse_too_large(directory, tier, backend)
         volume_id = f"kvv-{secrets.token_hex(10)}"
@@ -49,6 +51,7 @@ def provision(node: Node, tier: KVCacheTier, *, uid: int, gid: int) -> LiveVolum
             )
         try:
             row = _planned(node, tier, backend, f"{directory.path}/{volume_id}", uid=uid, gid=gid)
+            row.facts["file_system"] = os.fstatvfs(directory.fd).f_fsid
             node.ledger.plan(row)
         except BaseException:
             guardian.close(ended=True)
@@ -174,6 +177,7 @@ def _make(
         live.row = node.ledger.note(volume_id, **known)
 
     with node.places.declare(directory, _record(node, marker, live.row, tier)) as place:
+        note(facts={"declared": True})
         backend.create(place, request, note)
         inodes = slots.create(place, marker, uid=request.uid, gid=request.gid)
         found = backend.measure(place, request, live.row.key_id)
@@ -181,7 +185,7 @@ def _make(
             raise KernelError(
                 f"the new volume is not encrypted: {found.reason}", obj=place.path, remedy="see the kernel log"
             )
-        live.watch = slots.SlotWatch.open(place, request.uid)
+        live.watch = slots.SlotWatch.open(place, overwrite=backend.technique is Technique.OVERWRITE)
         ranges = [[part.offset, part.length] for part in backend.data_ranges(place, request)]
     live.row = node.ledger.advance(
         volume_id,
@@ -193,12 +197,14 @@ def _make(
 
 def _undo(node: Node, live: LiveVolume, error: BaseException) -> None:
     """Erase what a failed provisioning made. If that fails too, the volume stays on record for the next try."""
-    node.ledger.advance(live.volume_id, VolumeState.FAILED, reason=str(error)[:500])
     try:
+        node.ledger.advance(live.volume_id, VolumeState.FAILED, reason=str(error)[:500])
         erase(node, live, Trigger.EXIT)
     except KvtierError as second:
-        node.ledger.note(live.volume_id, facts={"undo": str(second)[:500]})
-        live.guardian.close()
+        error.add_note(f"{live.volume_id} stays on record until it is erased: {second}")
+    finally:
+        live.close_watch()
+        live.guardian.close()  # after an erasure there is nothing left to close
 
 
 def start(node: Node, live: LiveVolume, consumer: ProcessConsumer) -> None:

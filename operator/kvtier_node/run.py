@@ -18,12 +18,13 @@ from types import FrameType
 from typing import Final
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import KvtierError, UsageError
+from kvtier_api.errors import EraseIncomplete, KvtierError, LedgerError, UsageError
 from kvtier_api.marker import check_marker
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
 from kvtier_node.guarding import LOOK_S, fulfil_requests, look
+from kvtier_node.kernel.refusal import refused
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.provisioning import provision, start
@@ -78,19 +79,28 @@ def rank_of(tier: KVCacheTier, variable: str | None, env: Mapping[str, str]) -> 
     return int(text)
 
 
+@dataclass
+class _Asked:
+    """Whether a signal came after the command had ended: it is meant for us then."""
+
+    to_leave: bool = False
+
+
 @contextmanager
-def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[_Asked]:
     """Pass signals on to the command. SIGINT reaches it by itself: the terminal sends it to the whole group."""
+    asked = _Asked()
 
     def forward(number: int, frame: FrameType | None) -> None:
         del frame
-        if process.poll() is None:
+        if process.poll() is not None:
+            asked.to_leave = True
+        elif number != signal.SIGINT:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, forward) for number in (*_FORWARDED, signal.SIGINT)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -118,17 +128,21 @@ def run_fenced(
     live = provision(node, tier, uid=uid, gid=gid)
     try:
         process, gate = _launch(command, base | environment(live, tier, rank), uid, gid)
-        with _signals_to(process):
-            try:
+        try:
+            with _signals_to(process) as asked:
                 start(node, live, ProcessConsumer.of(process.pid))
                 check_marker(live.marker_path, nonce=str(live.row.facts["nonce"]))
                 os.write(gate, b"g")
-            finally:
                 os.close(gate)
-            say(f"volume {live.volume_id} ({live.row.backend}) is ready; {command[0]} runs as pid {process.pid}")
-            if on_started is not None:
-                on_started(live, process.pid)
-            return _until_erased(node, live, process, say)
+                gate = -1
+                say(f"volume {live.volume_id} ({live.row.backend}) is ready; {command[0]} runs as pid {process.pid}")
+                if on_started is not None:
+                    on_started(live, process.pid)
+                return _until_erased(node, live, process, say, asked)
+        finally:
+            if gate >= 0:  # never opened: the launcher ends without having become the command
+                os.close(gate)
+                process.wait()
     except BaseException:
         if not live.row.is_terminal:
             _give_up(node, live, say)
@@ -149,35 +163,59 @@ def _launch(command: Sequence[str], env: dict[str, str], uid: int, gid: int) -> 
 
 
 def _until_erased(
-    node: Node, live: LiveVolume, process: subprocess.Popen[bytes], say: Callable[[str], None]
+    node: Node, live: LiveVolume, process: subprocess.Popen[bytes], say: Callable[[str], None], asked: _Asked
 ) -> RunResult:
     death: Death | None = None
     said_at = 0.0
     code = 0
     while True:
         if death is None:
-            fulfil_requests(node, [live])
+            trouble = _while_it_runs(node, live)
+            if trouble and time.monotonic() > said_at:
+                say(f"{live.volume_id}: {trouble}")
+                said_at = time.monotonic() + 12 * _SAY_AFTER_S
             code_now = _exit_code(process, LOOK_S)
             if code_now is None:
-                if live.watch is not None:
-                    live.watch.refresh()
                 continue
             code, death, said_at = code_now, Death.now(), time.monotonic() + _SAY_AFTER_S
-        live.row = node.ledger.get(live.volume_id)
-        if live.row.is_terminal:
+        if _has_ended(node, live):
             return RunResult(code, _receipt_of(node, live), None, live.volume_id)
         seen = look(node, live, trigger=Trigger.CRASH if process.returncode < 0 else Trigger.EXIT, death=death)
         if seen.receipt is not None:
             return RunResult(code, seen.receipt, None, live.volume_id)
-        if seen.error is not None and time.monotonic() - death.monotonic > _RETRY_FOR_S:
+        if asked.to_leave or (seen.error is not None and time.monotonic() - death.monotonic > _RETRY_FOR_S):
+            say(f"{live.volume_id} stays on record until it is erased: {seen.error or seen.why}")
+            live.close_watch()
             live.guardian.close()
-            return RunResult(code, None, seen.error, live.volume_id)
+            return RunResult(code, None, seen.error or EraseIncomplete(seen.why, obj=live.row.place), live.volume_id)
         if time.monotonic() > said_at:
             say(f"waiting to erase {live.volume_id}: {seen.error or seen.why}")
             said_at = time.monotonic() + 12 * _SAY_AFTER_S
-        if seen.in_use:
+        if seen.in_use and seen.error is None:
             death = Death.now()  # a forked child still holds a slot file: the consumer has not ended yet
         time.sleep(LOOK_S)
+
+
+def _while_it_runs(node: Node, live: LiveVolume) -> KvtierError | None:
+    """One round beside the running command. What fails is told and tried again: the fence must outlive a busy ledger."""
+    try:
+        fulfil_requests(node, [live])
+        if live.watch is not None:
+            live.watch.refresh()
+    except KvtierError as error:
+        return error
+    except OSError as error:
+        return refused(error, live.row.place)
+    return None
+
+
+def _has_ended(node: Node, live: LiveVolume) -> bool:
+    """Whether the volume ended by another way, such as a request to erase it."""
+    try:
+        live.row = node.ledger.get(live.volume_id)
+    except LedgerError:
+        return False  # the look that follows meets it too, and says so
+    return live.row.is_terminal
 
 
 def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -198,9 +236,10 @@ def _give_up(node: Node, live: LiveVolume, say: Callable[[str], None]) -> None:
     try:
         if evidence(live).alive:
             say(f"{live.volume_id} is still in use; 'kvtier node' takes it over")
-            live.guardian.close()
         else:
             erase(node, live, Trigger.EXIT)
-    except KvtierError as error:
-        say(f"{live.volume_id} stays Erasing: {error}")
+    except (KvtierError, OSError) as error:
+        say(f"{live.volume_id} stays on record until it is erased: {error}")
+    finally:
+        live.close_watch()
         live.guardian.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-__all__ = ["BLOCK_BYTES", "BlockKind", "Range", "SampleResult", "classify", "plan_offsets", "sample"]
+__all__ = ["BLOCK_BYTES", "BlockKind", "Range", "SampleResult", "classify", "joined", "plan_offsets", "sample"]
 
 BLOCK_BYTES: Final = 4096
 SUBSECTIONS: Final = 1000
@@ -42,6 +42,19 @@ class Range:
 
     offset: int
     length: int
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same bytes in as few ranges as can be, in order, none twice."""
+    result: list[Range] = []
+    for part in sorted(ranges, key=lambda part: part.offset):
+        if result and part.offset <= result[-1].offset + result[-1].length:
+            last = result.pop()
+            end = max(last.offset + last.length, part.offset + part.length)
+            result.append(Range(last.offset, end - last.offset))
+        else:
+            result.append(part)
+    return result
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from kvtier_api.errors import UnsafePath
+from kvtier_api.errors import Busy
 from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY, Marker
-from kvtier_node.kernel import files, lease
+from kvtier_node.kernel import bounded, files, lease, libc
+from kvtier_node.kernel import constants as c
+from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 
-__all__ = ["SlotWatch", "create", "open_consumer_file", "slot_names"]
+__all__ = ["SlotWatch", "create", "enter", "open_consumer_file", "slot_names", "walk_files"]
 
 _DEEPEST: Final = 32
-_NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV})
+_MOST_HELD: Final = 1280
+"""Descriptors that one watch keeps: those of 1024 ranks, and some of what a consumer made beside them."""
+_LIMIT_S: Final = 60.0
+_SLOWEST_BYTES_PER_S: Final = 20 << 20
+_BELOW: Final = c.RESOLVE_BENEATH | c.RESOLVE_NO_SYMLINKS | c.RESOLVE_NO_MAGICLINKS | c.RESOLVE_NO_XDEV
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EXDEV, errno.ENOTDIR})
+_ONLY_READABLE: Final = frozenset({errno.EPERM, errno.EACCES, errno.ETXTBSY})
 
 
 def slot_names(prefix: str, ranks: int) -> list[str]:
@@ -35,25 +43,50 @@ def open_consumer_file(slots: Directory, name: str, flags: int) -> int | None:
     """A descriptor of a regular file in a slot directory, whoever owns it and whatever other names it has.
 
     For looking, and for erasing; None where the name is gone or is not a regular file of the directory's own device.
+    What it is, is looked at before it is opened: a FIFO does not block, a device notices nothing. Raises Busy where
+    another process holds a lease on it, OSError.
     """
     try:
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=slots.fd)
+        found = libc.openat2(slots.fd, name, os.O_PATH | os.O_NOFOLLOW, 0, _BELOW)
     except OSError as error:
-        if error.errno in _NOT_A_FILE:
+        if error.errno in _NOT_THERE:
             return None
         raise
-    info = os.fstat(fd)
-    if stat.S_ISREG(info.st_mode) and info.st_dev == os.fstat(slots.fd).st_dev:
-        return fd
-    os.close(fd)
-    return None
+    try:
+        info = os.fstat(found)
+        if not stat.S_ISREG(info.st_mode) or info.st_dev != os.fstat(slots.fd).st_dev:
+            return None
+        return os.open(f"/proc/self/fd/{found}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except BlockingIOError as error:
+        raise Busy(
+            "another process holds a lease on it",
+            obj=shown(f"{slots.path}/{name}"),
+            remedy="end that process: see /proc/locks",
+        ) from error
+    except OSError as error:
+        if error.errno == errno.ENOKEY:
+            return None  # encrypted, and its key is gone: nobody opens it any more
+        raise
+    finally:
+        os.close(found)
 
 
-def walk_files(directory: Directory, uid: int, depth: int = _DEEPEST) -> Iterator[tuple[Directory, str]]:
-    """Every name below a slot directory that is no directory, with the directory it is in; subdirectories first.
+def enter(directory: Directory, name: str) -> Directory | None:
+    """A directory of the consumer's making, whatever its name, owner or mode; None for what is none, or is a mount."""
+    try:
+        fd = libc.openat2(directory.fd, name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, 0, _BELOW)
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return None
+        raise
+    return Directory(fd, f"{directory.path}/{name}")
 
-    A consumer may make subdirectories (vLLM's `fs` tier and LMCache do). No link is followed and no mount entered.
-    Raises UnsafePath for a directory that is not the consumer's, or too deep: somebody else's hand.
+
+def walk_files(directory: Directory, depth: int = _DEEPEST) -> Iterator[tuple[Directory, str]]:
+    """Every name below a slot directory that is no directory, with the directory it is in; `depth` levels deep.
+
+    A consumer may make subdirectories (vLLM's `fs` tier and LMCache do), with any name, owner and mode: none of it may
+    keep its bytes from being erased. No link is followed and no mount entered.
     """
     for name in directory.names():
         info = directory.stat_if_there(name)
@@ -61,13 +94,11 @@ def walk_files(directory: Directory, uid: int, depth: int = _DEEPEST) -> Iterato
             continue
         if not stat.S_ISDIR(info.st_mode):
             yield directory, name
-        elif depth == 0:
-            raise UnsafePath(
-                f"more than {_DEEPEST} directories deep", obj=f"{directory.path}/{name}", remedy="look who made it"
-            )
-        else:
-            with directory.child(name, owner_uid=uid) as below:
-                yield from walk_files(below, uid, depth - 1)
+        elif depth > 0:
+            below = enter(directory, name)
+            if below is not None:
+                with below:
+                    yield from walk_files(below, depth - 1)
 
 
 def create(place: Directory, marker: Marker, *, uid: int, gid: int) -> list[int]:
@@ -98,17 +129,23 @@ def create(place: Directory, marker: Marker, *, uid: int, gid: int) -> list[int]
 class SlotWatch:
     """The agent's descriptors of what lies in one slot directory. Only the volume's guardian holds one."""
 
-    _uid: int
+    overwrite: bool = False
+    """An unlinked file is overwritten before it is let go: the volume has no key of kvtier's to destroy."""
     _held: dict[tuple[int, int], int] = field(default_factory=dict)
     _directory: Directory | None = None
 
     @classmethod
-    def open(cls, place: Directory, uid: int) -> Self:
-        """Watch the volume at `place`, whose slot directory belongs to `uid`. Raises NotFound, UnsafePath."""
-        watch = cls(uid)
+    def open(cls, place: Directory, *, overwrite: bool) -> Self:
+        """Watch the volume at `place`. Raises NotFound, UnsafePath (the directories above the slots)."""
+        watch = cls(overwrite)
         with place.child(MOUNT_NAME, same_device=False) as root:
-            watch._directory = root.child(SLOTS_DIRECTORY, owner_uid=uid)
-        watch.refresh()
+            # Its owner is the consumer, who may have set any mode.
+            watch._directory = root.child(SLOTS_DIRECTORY, any_owner=True)
+        try:
+            watch.refresh()
+        except BaseException:
+            watch.close()
+            raise
         return watch
 
     def refresh(self) -> int:
@@ -120,44 +157,69 @@ class SlotWatch:
             return 0
         for name in self._directory.names():
             info = self._directory.stat_if_there(name)
-            if info is None or (info.st_dev, info.st_ino) in self._held:
+            if info is None or not stat.S_ISREG(info.st_mode) or (info.st_dev, info.st_ino) in self._held:
                 continue
-            fd = open_consumer_file(self._directory, name, os.O_RDWR)
-            if fd is None:
-                continue
-            opened = os.fstat(fd)
-            if (opened.st_dev, opened.st_ino) in self._held:
-                os.close(fd)
-            else:
-                self._held[(opened.st_dev, opened.st_ino)] = fd
+            if len(self._held) >= _MOST_HELD:
+                break
+            self._take(self._directory, name)
         erased = 0
         for identity, fd in list(self._held.items()):
             info = os.fstat(fd)
             if info.st_nlink == 0 and lease.sole_holder(fd):
-                if info.st_size:
-                    files.punch_hole(fd, 0, info.st_size)
+                if info.st_blocks:
+                    self._let_go(fd)
                 os.close(fd)
                 del self._held[identity]
                 erased += 1
         return erased
 
+    def _let_go(self, fd: int) -> None:
+        """Erase a file that has no name any more, through a descriptor that may write."""
+        writer = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if self.overwrite:
+                limit_s = _LIMIT_S + os.fstat(fd).st_blocks * 512 / _SLOWEST_BYTES_PER_S
+                bounded.call("kvtier_node.children.overwriting:overwrite", timeout_s=limit_s, fds={"file": writer})
+            os.ftruncate(writer, 0)
+        finally:
+            os.close(writer)
+
+    def _take(self, directory: Directory, name: str) -> None:
+        try:
+            fd = _open_to_look(directory, name)
+        except Busy:
+            return  # a lease of the consumer's own: tried again at the next look
+        if fd is None:
+            return
+        opened = os.fstat(fd)
+        if (opened.st_dev, opened.st_ino) in self._held:
+            os.close(fd)
+        else:
+            self._held[(opened.st_dev, opened.st_ino)] = fd
+
     def holders(self) -> int:
         """How many files somebody else has open or mapped; a fork that inherited one counts. 0: nobody."""
-        return sum(not lease.sole_holder(fd) for fd in self._held.values()) + self._holders_below()
+        return sum(not lease.sole_holder(fd) for fd in self._held.values()) + self._holders_of_others()
 
-    def _holders_below(self) -> int:
-        """The same for files in subdirectories, which are too many to keep a descriptor of each."""
+    def _holders_of_others(self) -> int:
+        """The same for files of which no descriptor is kept: those in subdirectories, and those beyond the limit."""
         if self._directory is None:
             return 0
         busy = 0
-        for directory, name in walk_files(self._directory, self._uid):
+        for directory, name in walk_files(self._directory):
             info = directory.stat_if_there(name)
             if info is None or (info.st_dev, info.st_ino) in self._held:
                 continue
-            fd = open_consumer_file(directory, name, os.O_RDWR)
+            try:
+                fd = _open_to_look(directory, name)
+            except Busy:
+                busy += 1
+                continue
             if fd is not None:
-                busy += not lease.sole_holder(fd)
-                os.close(fd)
+                try:
+                    busy += not lease.sole_holder(fd)
+                finally:
+                    os.close(fd)
         return busy
 
     def used_bytes(self) -> int:
@@ -172,3 +234,13 @@ class SlotWatch:
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _open_to_look(directory: Directory, name: str) -> int | None:
+    """For writing where that is allowed (a lease wants no more than a descriptor; erasing does)."""
+    try:
+        return open_consumer_file(directory, name, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in _ONLY_READABLE:  # immutable, append-only, or executed just now
+            raise
+    return open_consumer_file(directory, name, os.O_RDONLY)

@@ -50,6 +50,10 @@ class VolumeRequest:
     device: str | None = None
     own_inodes: frozenset[int] = frozenset()
     """Inode numbers of the slot files that kvtier made: erased whatever other names they have by now."""
+    image: tuple[int, int] | None = None
+    """st_dev and st_ino of the backing image as it was made: its loop devices are known by it when its name is gone."""
+    device_taken: bool = False
+    """`device` was found blank and is kvtier's from then on. Until then it is somebody's: not a byte of it is written."""
 
 
 class Backend(Protocol):

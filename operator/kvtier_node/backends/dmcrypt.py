@@ -85,20 +85,18 @@ class DmCrypt:
         name = f"kvtier-probe-{os.getpid()}"
         try:
             os.ftruncate(fd, image.MIB)
-            device = loop.attach(fd, direct_io=False)
-            bounded.call(
-                "kvtier_node.children.keys:open_dm_crypt",
-                timeout_s=_LIMIT_S,
-                device=device.path,
-                name=name,
-                cipher="aes-xts-plain64",
-            )
-            _dmsetup("remove", name)
+            with loop.transient(fd) as device:
+                bounded.call(
+                    "kvtier_node.children.keys:open_dm_crypt",
+                    timeout_s=_LIMIT_S,
+                    device=device.path,
+                    name=name,
+                    cipher="aes-xts-plain64",
+                )
+                _dmsetup("remove", name)
         except (KvtierError, OSError) as error:
             return Probe(False, str(error))
         finally:
-            for attached in image.attached(fd):
-                loop.detach(attached)
             os.close(fd)
         return Probe(True, "device mapper opened a plain dm-crypt device")
 
@@ -109,11 +107,13 @@ class DmCrypt:
         if request.device is None:
             fd = image.create_image(place, self.bytes_needed(request.slots_bytes))
             try:
+                note(facts={"image": image.identity(fd)})
                 backing = loop.attach(fd, direct_io=True).path
             finally:
                 os.close(fd)
         else:
             self._refuse_used_device(request.device)
+            note(facts={"device_taken": True})  # before this, a failure must not erase what is on it
             backing = request.device
         note(device=backing)
         answer = bounded.call(
@@ -139,7 +139,12 @@ class DmCrypt:
     @staticmethod
     def _refuse_used_device(device: str) -> None:
         """A block device must be unused and blank: a sample of it all zero. Anything else is somebody's data."""
-        fd = os.open(device, os.O_RDONLY | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = os.open(device, os.O_RDONLY | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise ForeignData(
+                f"the device cannot be had alone: {error.strerror}", obj=device, remedy="see lsblk who uses it"
+            ) from error
         try:
             if not stat.S_ISBLK(os.fstat(fd).st_mode):
                 raise ForeignData(
@@ -226,14 +231,16 @@ class DmCrypt:
     @staticmethod
     def _open_backing(place: Directory, request: VolumeRequest, flags: int) -> int | None:
         """The raw bytes under the crypt device: the block device, or the image (None where it is gone)."""
-        if request.device is not None:
-            return os.open(request.device, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-        return image.open_image(place, flags)
+        if request.device is None:
+            return image.open_image(place, flags)
+        if not request.device_taken:
+            return None  # it was refused, or not looked at yet: what is on it is somebody's
+        return os.open(request.device, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
         fd = self._open_backing(place, request, os.O_RDWR)
         if fd is None:
-            return [Step("read-back", None, "no image is left to read")]
+            return [Step("read-back", None, "no image or device of the volume is left to read")]
         try:
             return image.read_back(fd, ranges or self.data_ranges(place, request))
         finally:
@@ -252,18 +259,9 @@ class DmCrypt:
                     "held by a mount elsewhere; goes with it" if left else "device removed",
                 )
             )
-        if request.device is not None:
+        if request.device is not None and request.device_taken:
             steps.append(self._blank_device(request.device))
-        fd = image.open_image(place)
-        if fd is not None:
-            try:
-                if discard:
-                    steps.append(image.discard_image(fd))
-                steps += image.detach_all(fd)
-            finally:
-                os.close(fd)
-        steps.append(image.remove_image(place))
-        return steps
+        return steps + image.release_image(place, request, discard=discard)
 
     @staticmethod
     def _blank_device(device: str) -> Step:
@@ -283,7 +281,13 @@ class DmCrypt:
                 result = image.read_back_file(fd, [Range(0, os.lseek(fd, 0, os.SEEK_END))])
         finally:
             os.close(fd)
-        return Step("discard", result.empty == result.blocks, f"{device} {how}; {result.sentence()}")
+        if result.empty != result.blocks:
+            raise EraseIncomplete(
+                f"the device is not all zeros after the discard: {result.sentence()}",
+                obj=device,
+                remedy="kvtier tries again by itself; see the kernel log",
+            )
+        return Step("discard", True, f"{device} {how}; {result.sentence()}")
 
     def not_covered(self) -> list[str]:
         return [

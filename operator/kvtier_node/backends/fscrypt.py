@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier_api.errors import EraseIncomplete, KernelError, KvtierError
+from kvtier_api.errors import Busy, EraseIncomplete, KernelError, KvtierError
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import image
@@ -45,19 +45,15 @@ class Fscrypt:
         fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, 8 * image.MIB)
-            return self._probe_image(fd)
+            with loop.transient(fd) as probed:
+                image.make_file_system(probed.path, features=_FEATURES)
+                answer = bounded.call(
+                    "kvtier_node.children.mounting:probe_fscrypt", timeout_s=_LIMIT_S, source=probed.path
+                )
         except (KvtierError, OSError) as error:
             return Probe(False, str(error))
         finally:
-            for device_ in image.attached(fd):
-                loop.detach(device_)
             os.close(fd)
-
-    @staticmethod
-    def _probe_image(fd: int) -> Probe:
-        device = loop.attach(fd, direct_io=False)
-        image.make_file_system(device.path, features=_FEATURES)
-        answer = bounded.call("kvtier_node.children.mounting:probe_fscrypt", timeout_s=_LIMIT_S, source=device.path)
         return Probe(bool(answer["ok"]), str(answer["reason"]))
 
     def bytes_needed(self, slots_bytes: int) -> int:
@@ -66,6 +62,7 @@ class Fscrypt:
     def create(self, place: Directory, request: VolumeRequest, note: Note) -> None:
         fd = image.create_image(place, self.bytes_needed(request.slots_bytes))
         try:
+            note(facts={"image": image.identity(fd)})
             device = loop.attach(fd, direct_io=True)
         finally:
             os.close(fd)
@@ -92,9 +89,11 @@ class Fscrypt:
         with image.mounted_root(place) as root:
             if root is None:
                 return Measurement(None, "nothing is mounted", {"mounted": False})
+            if not self._is_own(place, request, root):
+                return Measurement(False, "what is mounted there is not this volume", {"mounted": False})
             if SLOTS_DIRECTORY not in root.names():
                 return Measurement(False, "the volume has no slot directory", {"mounted": True})
-            with root.child(SLOTS_DIRECTORY, owner_uid=request.uid) as slots:
+            with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
                 policy = fscrypt.get_policy(slots.fd)
             facts = {"mounted": True, "fscrypt_policy": policy}
             if policy is None:
@@ -106,62 +105,89 @@ class Fscrypt:
             return Measurement(True, f"fscrypt v2 policy, key {policy} {status.name.lower()}", facts)
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
+        devices = image.devices_of(place, request)
+        # Held meanwhile: the file system outlives the unmount, so that the kernel can be asked about the key.
         with image.mounted_root(place) as root:
-            if root is None:
-                return [
-                    Step("fence", True, "nothing was mounted"),
-                    Step("key-removed", True, "the file system is not mounted: the kernel holds no key of it"),
-                ]
-            known = {key_id} if key_id else set()
-            if SLOTS_DIRECTORY in root.names():
-                with root.child(SLOTS_DIRECTORY, owner_uid=request.uid) as slots:
-                    policy = fscrypt.get_policy(slots.fd)
-                    if policy:
-                        known.add(policy)
-                    if self._readable(root, request):
-                        self._drop_dirty_pages(slots, request)
-            fence = image.unmount_volume(place)
-            steps = [fence]
-            for known_id in sorted(known):
-                answer = bounded.call(
-                    "kvtier_node.children.keys:fscrypt_remove",
-                    timeout_s=_LIMIT_S,
-                    fds={"root": root.fd},
-                    key_id=known_id,
-                )
-                if answer["status"] != fscrypt.KeyStatus.ABSENT.name:
-                    leaks = image.leaked_mounts(os.fstat(root.fd).st_dev)
-                    raise EraseIncomplete(
-                        f"the kernel reports {answer['status']} for key {known_id}: a file of the volume is still open"
-                        + (f"; mounted elsewhere: {', '.join(leaks)}" if leaks else ""),
-                        obj=place.path,
-                        remedy="end the processes that hold it (lsof +D, or fuser -m); kvtier tries again by itself",
-                    )
-                steps.append(Step("key-removed", True, f"fscrypt key {known_id}: the kernel reports ABSENT"))
-            leaks = image.leaked_mounts(os.fstat(root.fd).st_dev)
-            if leaks:
-                steps.append(Step("mounts-elsewhere", None, f"still mounted, without its key: {', '.join(leaks)}"))
-            return steps
+            if root is not None and self._is_own(place, request, root) and self._readable(root):
+                self._drop_dirty_pages(root)
+            steps = [image.unmount_volume(place)]
+            for device in devices:
+                steps += self._destroy_on(place, device, [key_id] if key_id else [])
+        if not devices:
+            steps.append(
+                Step("key-removed", True, "no loop device has the image: no file system of it is in the kernel")
+            )
+        return steps
 
     @staticmethod
-    def _drop_dirty_pages(slots: Directory, request: VolumeRequest) -> None:
-        """Truncate the slot files: their dirty pages go at once, so that removing the key does not write them all back."""
-        for directory, name in walk_files(slots, request.uid):
-            fd = open_consumer_file(directory, name, os.O_RDWR)
-            if fd is not None:
-                os.ftruncate(fd, 0)
-                os.close(fd)
+    def _destroy_on(place: Directory, device: loop.LoopDevice, key_ids: list[str]) -> list[Step]:
+        """Remove the keys of the file system on `device`, wherever it is mounted: not at our path any more."""
+        if not loop.is_claimed(device):
+            return [Step("key-removed", True, f"nothing has {device.path} mounted: the kernel has no key of its files")]
+        answer = bounded.call(
+            "kvtier_node.children.keys:fscrypt_remove",
+            timeout_s=_LIMIT_S,
+            source=device.path,
+            slots=SLOTS_DIRECTORY,
+            key_ids=key_ids,
+        )
+        status: dict[str, str] = answer["status"]
+        try:
+            leaks = image.leaked_mounts(os.stat(device.path).st_rdev)
+        except OSError as error:
+            leaks = [f"(not all mount tables could be read: {error.strerror})"]
+        present = {key: name for key, name in status.items() if name != fscrypt.KeyStatus.ABSENT.name}
+        if present:
+            raise EraseIncomplete(
+                ", ".join(f"the kernel reports {name} for key {key}" for key, name in present.items())
+                + ": a file of the volume is still open"
+                + (f"; mounted elsewhere: {', '.join(leaks)}" if leaks else ""),
+                obj=place.path,
+                remedy="end the processes that hold it (lsof, or fuser -m); kvtier tries again by itself",
+            )
+        steps = [Step("key-removed", True, f"fscrypt key {key}: the kernel reports ABSENT") for key in status]
+        if not status:
+            steps = [Step("key-removed", True, "the file system was never given a key: nothing was written")]
+        if leaks:
+            steps.append(Step("mounts-elsewhere", None, f"still mounted, without its key: {', '.join(leaks)}"))
+        return steps
+
+    @staticmethod
+    def _is_own(place: Directory, request: VolumeRequest, root: Directory) -> bool:
+        """What is mounted at the place is on a loop device of the volume's own image, not something laid over it."""
+        number = os.fstat(root.fd).st_dev
+        return any(os.stat(device.path).st_rdev == number for device in image.devices_of(place, request))
+
+    @staticmethod
+    def _drop_dirty_pages(root: Directory) -> None:
+        """Truncate the slot files: their dirty pages go at once, so that removing the key does not write them all back.
+
+        It only saves time. What it cannot do (an immutable file) is no reason to keep the key.
+        """
+        with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
+            for directory, name in walk_files(slots):
+                try:
+                    fd = open_consumer_file(directory, name, os.O_RDWR)
+                    if fd is not None:
+                        try:
+                            os.ftruncate(fd, 0)
+                        finally:
+                            os.close(fd)
+                except (Busy, OSError):
+                    continue
 
     def data_ranges(self, place: Directory, request: VolumeRequest) -> list[Range]:
         with image.mounted_root(place) as root:
-            return image.slot_ranges(root, request) if root is not None and self._readable(root, request) else []
+            if root is None or not self._is_own(place, request, root) or not self._readable(root):
+                return []
+            return image.slot_ranges(root)
 
     @staticmethod
-    def _readable(root: Directory, request: VolumeRequest) -> bool:
+    def _readable(root: Directory) -> bool:
         """The slot directory is there and its key is present: without it the kernel opens no file of it."""
         if SLOTS_DIRECTORY not in root.names():
             return False
-        with root.child(SLOTS_DIRECTORY, owner_uid=request.uid) as slots:
+        with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
             policy = fscrypt.get_policy(slots.fd)
         return policy is not None and fscrypt.key_status(root.fd, policy) is fscrypt.KeyStatus.PRESENT
 
@@ -175,17 +201,7 @@ class Fscrypt:
             os.close(fd)
 
     def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
-        steps = []
-        fd = image.open_image(place)
-        if fd is not None:
-            try:
-                if discard:
-                    steps.append(image.discard_image(fd))
-                steps += image.detach_all(fd)
-            finally:
-                os.close(fd)
-        steps.append(image.remove_image(place))
-        return steps
+        return image.release_image(place, request, discard=discard)
 
     def not_covered(self) -> list[str]:
         return [

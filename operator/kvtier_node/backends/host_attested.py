@@ -13,12 +13,12 @@ from typing import Final
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import plain
 from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
-from kvtier_node.kernel import files, fscrypt, mounts
+from kvtier_node.kernel import constants, files, fscrypt, mounts
 from kvtier_node.paths import Directory
 from kvtier_node.receipts import Step, Technique
 from kvtier_node.sampling import Range
 
-__all__ = ["HostAttested", "crypt_chain"]
+__all__ = ["HostAttested", "crypt_chain", "keeps_old_copies"]
 
 _COPY_ON_WRITE: Final = frozenset({"btrfs", "zfs", "bcachefs", "overlay", "f2fs", "nilfs2"})
 _OVERWRITES_IN_PLACE: Final = frozenset({"ext4", "ext2", "ext3", "xfs"})
@@ -52,6 +52,33 @@ def crypt_chain(device: int, sys_block: str = "/sys/dev/block") -> tuple[bool, l
     return bool(below) and all(below), uuids
 
 
+def keeps_old_copies(directory: Directory) -> str:
+    """Why bytes that are overwritten in `directory` may still be elsewhere on the disk; "" where they are not."""
+    kind = files.filesystem_type(directory.fd)
+    if kind in _COPY_ON_WRITE:
+        return f"{kind} keeps old copies of overwritten blocks"
+    if kind not in _OVERWRITES_IN_PLACE:
+        return f"{kind} is not known to overwrite in place"
+    if _journals_data(directory):
+        return "data=journal: the journal keeps copies of what is overwritten"
+    return ""
+
+
+def _journals_data(directory: Directory) -> bool:
+    """ext4's data journal, by mount option, by default of the file system, or by attribute of the directory (chattr +j)."""
+    if files.has_attribute(directory.fd, constants.FS_JOURNAL_DATA_FL):
+        return True
+    device = os.fstat(directory.fd).st_dev
+    options = {option for entry in mounts.mounts_of_device(device) for option in entry.super_options}
+    try:  # the kernel's own list, with what is default and so not in mountinfo
+        name = os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
+        with open(f"/proc/fs/ext4/{name}/options", encoding="ascii") as file:
+            options |= set(file.read().split())
+    except FileNotFoundError:
+        pass  # not ext4
+    return "data=journal" in options
+
+
 class HostAttested:
     name = BackendName.HOST_ATTESTED
     technique = Technique.OVERWRITE
@@ -60,20 +87,11 @@ class HostAttested:
     def probe(self, tier: Directory, *, device: str | None) -> Probe:
         if device is not None:
             return Probe(False, "HostAttested works on files; spec.device is for DmCrypt")
-        kind = files.filesystem_type(tier.fd)
-        if kind in _COPY_ON_WRITE:
-            return Probe(False, f"{kind} keeps old copies of overwritten blocks: an erasure could not be claimed")
-        if kind not in _OVERWRITES_IN_PLACE:
-            return Probe(False, f"{kind} is not known to overwrite in place")
-        if self._journals_data(tier):
-            return Probe(False, "mounted with data=journal: the journal keeps copies of what is overwritten")
+        lacking = plain.probe_files(tier) or keeps_old_copies(tier)
+        if lacking:
+            return Probe(False, f"{lacking}: an erasure could not be claimed")
         found = self._attest(tier)
         return Probe(found.encrypted is True, found.reason)
-
-    @staticmethod
-    def _journals_data(tier: Directory) -> bool:
-        device = os.fstat(tier.fd).st_dev
-        return any("data=journal" in entry.super_options for entry in mounts.mounts_of_device(device))
 
     @staticmethod
     def _attest(directory: Directory) -> Measurement:
@@ -112,7 +130,7 @@ class HostAttested:
         return []
 
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
-        result, _ = plain.read_back_slots(place, request)
+        result, _ = plain.read_back_slots(place, request, overwritten=True)
         return [Step("read-back", result.plaintext == 0, f"after the overwrite: {result.sentence()}")]
 
     def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
@@ -121,6 +139,7 @@ class HostAttested:
     def not_covered(self) -> list[str]:
         return [
             "the key of the host's volume still exists: this erasure is an overwrite, not a destruction of a key",
+            "what the consumer itself removed or cut off before its end: freed blocks are not overwritten",
             "copies that the disk itself keeps (wear levelling, relocated blocks), and snapshots of the host's volume",
             "names, sizes and times of the slot files are metadata of the host's file system",
             "main memory: pages of the consumer and of the page cache are the kernel's to reuse",

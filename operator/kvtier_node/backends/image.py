@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvtier_api.errors import KernelError
+from kvtier_api.errors import Busy, EraseIncomplete, KernelError, UnsafePath
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.backends.plain import overwrite_file
-from kvtier_node.kernel import bounded, files, loop, mounts
+from kvtier_node.kernel import bounded, constants, files, loop, mounts
 from kvtier_node.paths import Directory
 from kvtier_node.places import IMAGE_NAME, MOUNT_NAME
 from kvtier_node.receipts import Step
-from kvtier_node.sampling import Range, SampleResult
+from kvtier_node.sampling import Range, SampleResult, joined
 from kvtier_node.slots import open_consumer_file, walk_files
 
 __all__ = [
@@ -27,19 +27,25 @@ __all__ = [
     "bytes_needed",
     "create_image",
     "detach_all",
+    "devices_of",
     "discard_image",
+    "identity",
     "make_file_system",
     "mount_volume",
     "mounted_root",
     "open_image",
     "read_back",
     "read_back_file",
+    "release_image",
     "remove_image",
     "slot_ranges",
     "unmount_volume",
 ]
 
 MIB: Final = 1 << 20
+_NO_ADDRESS: Final = (
+    constants.FIEMAP_EXTENT_UNKNOWN | constants.FIEMAP_EXTENT_DELALLOC | constants.FIEMAP_EXTENT_DATA_INLINE
+)
 _LIMIT_S: Final = 60.0
 
 
@@ -69,34 +75,64 @@ def open_image(place: Directory, flags: int = os.O_RDWR) -> int | None:
     return place.open_file(IMAGE_NAME, flags)
 
 
+def identity(image_fd: int) -> list[int]:
+    """What a volume's record keeps of its image: st_dev and st_ino."""
+    info = os.fstat(image_fd)
+    return [info.st_dev, info.st_ino]
+
+
 def attached(image_fd: int) -> list[loop.LoopDevice]:
     """The loop devices on this inode, whatever path they were made by."""
     info = os.fstat(image_fd)
     return loop.find_by_backing(info.st_dev, info.st_ino)
 
 
-def detach_all(image_fd: int) -> list[Step]:
-    """Detach every loop device of the image. One that is still held goes when its last user does; that is said."""
-    steps = []
-    for device in attached(image_fd):
-        loop.detach(device)
-    left = attached(image_fd)
-    if left:
-        names = ", ".join(device.path for device in left)
-        steps.append(
+def devices_of(place: Directory, request: VolumeRequest) -> list[loop.LoopDevice]:
+    """The volume's loop devices, also where its image has lost its name, or has another one beside it.
+
+    An inode number alone proves nothing once the file is gone: another file may have it. Then the name under which the
+    kernel attached the image must be the place's own. Raises EraseIncomplete where that can't be told.
+    """
+    try:
+        fd = open_image(place, os.O_RDONLY)
+    except UnsafePath:
+        fd = None  # a second name, or another owner: it is the record that counts
+    if fd is not None:
+        try:
+            return attached(fd)
+        finally:
+            os.close(fd)
+    if request.image is None:
+        return []
+    found = loop.find_by_backing(*request.image)
+    own = f"{place.path}/{IMAGE_NAME}"
+    strange = [device.path for device in found if loop.backing_path(device) not in (own, f"{own} (deleted)")]
+    if strange:
+        raise EraseIncomplete(
+            f"the image is gone, and {', '.join(strange)} may hold it under another name",
+            obj=own,
+            remedy=f"look what it is (losetup -l); detach it if it is this volume's (losetup -d {strange[0]})",
+        )
+    return found
+
+
+def detach_all(devices: Sequence[loop.LoopDevice]) -> list[Step]:
+    """Detach the loop devices. One that is still held goes when its last user does; that is said."""
+    held = [device.path for device in devices if not loop.detach(device)]
+    if held:
+        names = ", ".join(held)
+        return [
             Step(
                 "loop-detach", None, f"{names} is still held by a mount elsewhere; the kernel frees it with that mount"
             )
-        )
-    else:
-        steps.append(Step("loop-detach", True, "no loop device has the image"))
-    return steps
+        ]
+    return [Step("loop-detach", True, "no loop device has the image")]
 
 
 def make_file_system(device: str, *, features: str) -> None:
     """ext4 without a journal on `device`. Lazily initialised tables, so that the time does not grow with the size."""
     bounded.run_tool(
-        ["mkfs.ext4", "-q", "-F", "-O", features, "-m", "0", "-N", "128", "-T", "largefile4", "-L", "kvtier",
+        ["mkfs.ext4", "-q", "-F", "-b", "4096", "-O", features, "-m", "0", "-N", "128", "-T", "largefile4", "-L", "kvtier",
          "-E", "nodiscard,lazy_itable_init=1,root_owner=0:0", device],
         timeout_s=_LIMIT_S,
     )  # fmt: skip
@@ -116,11 +152,8 @@ def mounted_root(place: Directory) -> Iterator[Directory | None]:
     if MOUNT_NAME not in place.names():
         yield None
         return
-    with place.child(MOUNT_NAME, same_device=False) as root:
-        if os.fstat(root.fd).st_dev == os.fstat(place.fd).st_dev:
-            yield None
-        else:
-            yield root
+    with place.child(MOUNT_NAME, same_device=False, any_owner=True) as root:
+        yield root if root.is_mount_point() else None
 
 
 def unmount_volume(place: Directory) -> Step:
@@ -140,36 +173,30 @@ def unmount_volume(place: Directory) -> Step:
 
 
 def leaked_mounts(device: int) -> list[str]:
-    """Mounts of the device in any mount namespace, as `pid:path`: a leaked one keeps the file system alive, not the key."""
+    """Mounts of the device in other mount namespaces: a leaked one keeps the file system alive, not the key."""
     return [f"pid {pid}: {point}" for pid, point in mounts.mounts_elsewhere(device)]
 
 
-def slot_ranges(root: Directory, request: VolumeRequest) -> list[Range]:
+def slot_ranges(root: Directory) -> list[Range]:
     """Where the slot files lie in the image, from the file system's own extent map, first to last address.
 
-    Preallocated extents do not move. Without FIEMAP_FLAG_SYNC: nothing is written back for the sake of an erasure.
+    Preallocated extents do not move. Without FIEMAP_FLAG_SYNC: nothing is written back for the sake of an erasure. What
+    has no address yet (delayed allocation, data in the inode) is left out.
     """
     found = []
-    with root.child(SLOTS_DIRECTORY, owner_uid=request.uid) as slots:
-        for directory, name in walk_files(slots, request.uid):
-            fd = open_consumer_file(directory, name, os.O_RDONLY)
+    with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
+        for directory, name in walk_files(slots):
+            try:
+                fd = open_consumer_file(directory, name, os.O_RDONLY)
+            except (Busy, OSError):
+                continue  # the areas of the slot files are on record; this only adds to them
             if fd is not None:
-                found += [Range(part.physical, part.length) for part in files.extents(fd, sync=False)]
-                os.close(fd)
+                try:
+                    extents = files.extents(fd, sync=False)
+                finally:
+                    os.close(fd)
+                found += [Range(part.physical, part.length) for part in extents if not part.flags & _NO_ADDRESS]
     return joined(found)
-
-
-def joined(ranges: list[Range]) -> list[Range]:
-    """The same bytes in as few ranges as can be, in order, none twice."""
-    result: list[Range] = []
-    for part in sorted(ranges, key=lambda part: part.offset):
-        if result and part.offset <= result[-1].offset + result[-1].length:
-            last = result.pop()
-            end = max(last.offset + last.length, part.offset + part.length)
-            result.append(Range(last.offset, end - last.offset))
-        else:
-            result.append(part)
-    return result
 
 
 def read_back_file(fd: int, ranges: Sequence[Range]) -> SampleResult:
@@ -185,6 +212,8 @@ def read_back_file(fd: int, ranges: Sequence[Range]) -> SampleResult:
 
 def read_back(fd: int, ranges: Sequence[Range]) -> list[Step]:
     """Sample `ranges` raw. Plaintext in them would mean that encryption failed: then all of it is overwritten as well."""
+    if not ranges:
+        return [Step("read-back", None, "where the slot files lay is not known any more")]
     result = read_back_file(fd, ranges)
     steps = [Step("read-back", result.plaintext == 0, result.sentence())]
     if result.plaintext:
@@ -196,12 +225,34 @@ def read_back(fd: int, ranges: Sequence[Range]) -> list[Step]:
 
 
 def discard_image(image_fd: int) -> Step:
-    """Give every block of the image back and read the result: all of it must be zeros."""
+    """Give every block of the image back and read the result. Raises EraseIncomplete unless all of it is zeros."""
     size = os.fstat(image_fd).st_size
     files.punch_hole(image_fd, 0, size)
     os.fdatasync(image_fd)
     result = read_back_file(image_fd, [Range(0, size)])
-    return Step("discard", result.empty == result.blocks, f"punched {size} bytes; {result.sentence()}")
+    if result.empty != result.blocks:
+        raise EraseIncomplete(
+            f"the image is not all zeros after the discard: {result.sentence()}",
+            obj=IMAGE_NAME,
+            remedy="kvtier tries again by itself; see the kernel log",
+        )
+    return Step("discard", True, f"punched {size} bytes; {result.sentence()}")
+
+
+def release_image(place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
+    """Discard the image, detach its loop devices, remove it and the mount point; `place.json` stays."""
+    steps = []
+    devices = devices_of(place, request)
+    fd = open_image(place)
+    if fd is not None:
+        try:
+            if discard:
+                steps.append(discard_image(fd))
+        finally:
+            os.close(fd)
+    steps += detach_all(devices)
+    steps.append(remove_image(place))
+    return steps
 
 
 def remove_image(place: Directory) -> Step:

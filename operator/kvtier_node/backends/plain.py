@@ -7,19 +7,25 @@ where the backend asks for it, punched, removed. Whatever else lies in the volum
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
-from kvtier_api.errors import KernelError
+from kvtier_api.errors import KernelError, UnsafePath
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
-from kvtier_node.kernel import bounded, files
+from kvtier_node.kernel import bounded, constants, files, libc
+from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.receipts import Step
-from kvtier_node.sampling import BLOCK_BYTES, SampleResult
+from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult, joined
 from kvtier_node.slots import open_consumer_file, walk_files
 
 __all__ = [
@@ -28,17 +34,42 @@ __all__ = [
     "fence",
     "merge",
     "overwrite_slots",
+    "probe_files",
     "read_back_slots",
     "remove_directories",
 ]
 
 _LIMIT_S: Final = 60.0
 _SLOWEST_BYTES_PER_S: Final = 20 << 20
+_DEEPEST: Final = 16
+_MOST_MOVED: Final = 100_000
+_LISTED: Final = 5
+_BELOW: Final = (
+    constants.RESOLVE_BENEATH
+    | constants.RESOLVE_NO_SYMLINKS
+    | constants.RESOLVE_NO_MAGICLINKS
+    | constants.RESOLVE_NO_XDEV
+)
 
 
 def bytes_needed(slots_bytes: int) -> int:
     """Files in a directory of the tier's own file system: the slots and a little for names and extents."""
     return slots_bytes + (1 << 20)
+
+
+def probe_files(tier: Directory) -> str | None:
+    """Why slot files cannot be made, mapped and punched in the tier's directory, or None. Tried on a file without a name."""
+    try:
+        fd = os.open(tier.fd_path(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            libc.fallocate(fd, 0, 0, BLOCK_BYTES)
+            files.extents(fd)
+            files.punch_hole(fd, 0, BLOCK_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return f"{files.filesystem_type(tier.fd)} lacks what slot files need: {error.strerror}"
+    return None
 
 
 def create_directories(place: Directory) -> None:
@@ -47,30 +78,9 @@ def create_directories(place: Directory) -> None:
         root.mkdir(SLOTS_DIRECTORY, 0o700).close()
 
 
-def each_file(place: Directory, request: VolumeRequest, visit: Callable[[str, int], None]) -> int:
-    """Call `visit(path, fd)` for every regular file of the volume; return how many there were.
-
-    A file with more than one name that kvtier did not make is left alone: it may be a link to something elsewhere.
-    """
-    count = 0
-    with slot_directory(place, request) as slots:
-        for directory, name in list_files(slots, request):
-            fd = open_consumer_file(directory, name, os.O_RDWR)
-            if fd is None:
-                continue
-            try:
-                info = os.fstat(fd)
-                if info.st_nlink == 1 or info.st_ino in request.own_inodes:
-                    visit(f"{directory.path}/{name}", fd)
-                    count += 1
-            finally:
-                os.close(fd)
-    return count
-
-
 @contextmanager
-def slot_directory(place: Directory, request: VolumeRequest) -> Iterator[Directory | None]:
-    """`<place>/mnt/slots`, or None where it is not there any more."""
+def slot_directory(place: Directory) -> Iterator[Directory | None]:
+    """`<place>/mnt/slots`, whatever its owner made of its mode, or None where it is not there any more."""
     if MOUNT_NAME not in place.names():
         yield None
         return
@@ -78,39 +88,164 @@ def slot_directory(place: Directory, request: VolumeRequest) -> Iterator[Directo
         if SLOTS_DIRECTORY not in root.names():
             yield None
             return
-        with root.child(SLOTS_DIRECTORY, owner_uid=request.uid) as slots:
+        with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
             yield slots
 
 
-def list_files(slots: Directory | None, request: VolumeRequest) -> Iterator[tuple[Directory, str]]:
-    if slots is not None:
-        yield from walk_files(slots, request.uid)
+@dataclass
+class Visited:
+    """How many files were visited, and the paths of those that were left alone: they have names elsewhere too."""
+
+    count: int = 0
+    elsewhere: list[str] = field(default_factory=list)
+
+
+def each_file(place: Directory, request: VolumeRequest, visit: Callable[[str, int], None]) -> Visited:
+    """Call `visit(path, fd)` for every regular file of the volume, once each.
+
+    A file that kvtier did not make, and that has a name outside the volume, is left alone and listed: what lies there may
+    be anybody's. Raises Busy while another process holds a lease on one.
+    """
+    visited = Visited()
+    seen: set[int] = set()
+    with slot_directory(place) as slots:
+        if slots is None:
+            return visited
+        names = Counter(
+            info.st_ino
+            for directory, name in walk_files(slots)
+            if (info := directory.stat_if_there(name)) is not None and stat.S_ISREG(info.st_mode) and info.st_nlink > 1
+        )
+        for directory, name in walk_files(slots):
+            fd = open_consumer_file(directory, name, os.O_RDWR)
+            if fd is None:
+                continue
+            try:
+                info = os.fstat(fd)
+                if info.st_ino in seen:
+                    continue
+                path = f"{directory.path}/{name}"
+                if info.st_nlink <= max(1, names[info.st_ino]) or info.st_ino in request.own_inodes:
+                    seen.add(info.st_ino)
+                    visit(path, fd)
+                    visited.count += 1
+                else:
+                    visited.elsewhere.append(path)
+            finally:
+                os.close(fd)
+    return visited
 
 
 def fence(place: Directory, request: VolumeRequest) -> Step:
-    """Take the slot directory from its consumer: root's, 0700. No new open by anybody but root succeeds."""
-    with slot_directory(place, request) as slots:
+    """Take the slot directory from its consumer: root's, 0700. No new open by anybody but root succeeds.
+
+    What the consumer did to modes, to attributes (immutable, append-only) and to the depth of the tree is undone: none of it
+    may keep a file from being erased.
+    """
+    with slot_directory(place) as slots:
         if slots is None:
             return Step("fence", True, "the volume was not there")
+        files.clear_protection(slots.fd)
         slots.chown(os.geteuid(), os.getegid())
         slots.chmod(0o700)
+        moved = 0
+        while (found := _open_up(slots, slots, request, moved)) > moved:
+            moved = found
     return Step("fence", True, "the slot directory is closed to its consumer")
 
 
-def read_back_slots(place: Directory, request: VolumeRequest) -> tuple[SampleResult, int]:
-    """Sample every file of the volume with the second reader; the sums, and the number of files."""
+def _open_up(top: Directory, directory: Directory, request: VolumeRequest, moved: int, depth: int = 0) -> int:
+    """Make everything below writable by us; move what is too deep up to `top`. How many directories were moved so far."""
+    for name in directory.names():
+        info = directory.stat_if_there(name)
+        if info is None:
+            continue
+        if stat.S_ISREG(info.st_mode):
+            if info.st_nlink == 1 or info.st_ino in request.own_inodes:
+                _unprotect(directory, name, os.O_RDONLY, 0o600)
+        elif stat.S_ISDIR(info.st_mode):
+            if depth >= _DEEPEST:
+                if moved >= _MOST_MOVED:
+                    raise UnsafePath("too many levels", obj=shown(directory.path), remedy="look who made it, remove it")
+                os.rename(name, f"kvtier-{secrets.token_hex(8)}", src_dir_fd=directory.fd, dst_dir_fd=top.fd)
+                moved += 1
+                continue
+            fd = _unprotect(directory, name, os.O_RDONLY | os.O_DIRECTORY, 0o700, keep=True)
+            if fd is not None:
+                with Directory(fd, f"{directory.path}/{name}") as below:
+                    moved = _open_up(top, below, request, moved, depth + 1)
+    return moved
+
+
+def _unprotect(directory: Directory, name: str, flags: int, mode: int, *, keep: bool = False) -> int | None:
+    """Give one entry `mode`, and take its protecting attributes away; its descriptor, with `keep`. None: a mount, or gone."""
+    try:
+        found = libc.openat2(directory.fd, name, os.O_PATH | os.O_NOFOLLOW, 0, _BELOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            return None
+        raise
+    try:
+        path = f"/proc/self/fd/{found}"
+        if os.fstat(found).st_uid == os.geteuid() and os.geteuid() != 0:
+            os.chmod(path, mode)  # root needs no mode, and an immutable file takes none
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:
+        return None  # a lease on it: the visit of the file says so
+    finally:
+        os.close(found)
+    files.clear_protection(fd)
+    if keep:
+        return fd
+    os.close(fd)
+    return None
+
+
+def written_ranges(fd: int) -> list[Range]:
+    """Whole blocks of the file that were ever written, by the file system's own map; preallocated ones were not."""
+    whole = os.fstat(fd).st_size // BLOCK_BYTES * BLOCK_BYTES
+    found = []
+    for part in files.extents(fd, sync=True):
+        if part.flags & constants.FIEMAP_EXTENT_UNWRITTEN:
+            continue
+        begin = part.logical // BLOCK_BYTES * BLOCK_BYTES
+        end = min(-(-(part.logical + part.length) // BLOCK_BYTES) * BLOCK_BYTES, whole)
+        if end > begin:
+            found.append(Range(begin, end - begin))
+    return joined(found)
+
+
+def read_back_slots(place: Directory, request: VolumeRequest, *, overwritten: bool = False) -> tuple[SampleResult, int]:
+    """Sample the written parts of every file of the volume with the second reader; the sums, and the number of files.
+
+    A file that ends within a block is not the engine's: its last bytes count as plaintext, whatever they look like,
+    unless they were `overwritten` (too few bytes to tell random ones by).
+    """
     results: list[SampleResult] = []
 
     def visit(_path: str, fd: int) -> None:
-        size = os.fstat(fd).st_size // BLOCK_BYTES * BLOCK_BYTES
-        if size:
+        ranges = written_ranges(fd)
+        if ranges:
             answer = bounded.call(
-                "kvtier_node.children.reading:read_ranges", timeout_s=_LIMIT_S, fds={"file": fd}, ranges=[[0, size]]
+                "kvtier_node.children.reading:read_ranges",
+                timeout_s=_LIMIT_S,
+                fds={"file": fd},
+                ranges=[[part.offset, part.length] for part in ranges],
             )
             results.append(SampleResult(**answer))
+        size = os.fstat(fd).st_size
+        tail = os.pread(fd, size % BLOCK_BYTES, size - size % BLOCK_BYTES)
+        if any(tail) and not overwritten:
+            results.append(_tail_of(size - len(tail)))
 
-    count = each_file(place, request, visit)
-    return merge(results), count
+    visited = each_file(place, request, visit)
+    return merge(results), visited.count
+
+
+def _tail_of(offset: int) -> SampleResult:
+    return SampleResult(blocks=1, empty=0, ciphertext=0, plaintext=1, plaintext_at=[offset], direct=False)
 
 
 def merge(results: list[SampleResult]) -> SampleResult:
@@ -127,7 +262,7 @@ def merge(results: list[SampleResult]) -> SampleResult:
 
 def overwrite_file(fd: int) -> int:
     """Overwrite one open file in a child with a limit by its size; the bytes written. Raises KernelError, OSError."""
-    limit_s = _LIMIT_S + os.fstat(fd).st_size / _SLOWEST_BYTES_PER_S
+    limit_s = _LIMIT_S + os.fstat(fd).st_blocks * 512 / _SLOWEST_BYTES_PER_S
     answer = bounded.call("kvtier_node.children.overwriting:overwrite", timeout_s=limit_s, fds={"file": fd})
     return int(answer["written"])
 
@@ -140,31 +275,41 @@ def overwrite_slots(place: Directory, request: VolumeRequest) -> Step:
         nonlocal total
         total += overwrite_file(fd)
 
-    count = each_file(place, request, visit)
-    return Step("overwrite", True, f"{total} bytes of {count} files overwritten with random bytes, fdatasync done")
+    visited = each_file(place, request, visit)
+    return Step(
+        "overwrite", True, f"{total} bytes of {visited.count} files overwritten with random bytes, fdatasync done"
+    )
 
 
 def remove_directories(place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
-    """Punch and unlink every file, then remove `mnt`. A file that another process still holds stays punched."""
-    punched = 0
+    """Give back the blocks of every file and unlink it, then remove `mnt`. One that another process holds stays empty."""
+    freed = 0
 
     def visit(path: str, fd: int) -> None:
-        nonlocal punched
-        size = os.fstat(fd).st_size
-        if discard and size:
-            files.punch_hole(fd, 0, size)
+        nonlocal freed
+        if discard:
+            freed += os.fstat(fd).st_blocks * 512
+            os.ftruncate(fd, 0)  # a punch leaves what lies beyond the size, and half of a last block
             os.fdatasync(fd)
             if files.extents(fd, sync=True):
-                raise KernelError("blocks are left after the punch", obj=path, remedy="kvtier tries again")
-            punched += size
+                raise KernelError("blocks are left after the discard", obj=shown(path), remedy="kvtier tries again")
 
-    count = each_file(place, request, visit)
+    visited = each_file(place, request, visit)
     if MOUNT_NAME in place.names():
         with place.child(MOUNT_NAME) as root:
             root.remove_tree_contents()
         place.rmdir(MOUNT_NAME)
     place.fsync()
-    steps = [Step("remove", True, f"{count} files and the directory removed")]
-    if discard:
-        steps.insert(0, Step("discard", True, f"{punched} bytes punched; no extent is left"))
+    steps = [Step("discard", True, f"{freed} bytes given back; no extent is left")] if discard else []
+    steps.append(Step("remove", True, f"{visited.count} files and the directory removed"))
+    if visited.elsewhere:
+        listed = ", ".join(shown(path) for path in visited.elsewhere[:_LISTED])
+        steps.append(
+            Step(
+                "linked-elsewhere",
+                None,
+                f"{len(visited.elsewhere)} file(s) that the consumer linked have names outside the volume, where their bytes"
+                f" were not touched: {listed}",
+            )
+        )
     return steps

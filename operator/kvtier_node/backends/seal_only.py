@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import plain
 from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
+from kvtier_node.backends.host_attested import keeps_old_copies
 from kvtier_node.paths import Directory
 from kvtier_node.receipts import Step, Technique
 from kvtier_node.sampling import Range
@@ -27,7 +28,8 @@ class SealOnly:
     def probe(self, tier: Directory, *, device: str | None) -> Probe:
         if device is not None:
             return Probe(False, "SealOnly works on files; spec.device is for DmCrypt")
-        return Probe(True, "plain files; only a sealing engine may fill them")
+        lacking = plain.probe_files(tier)
+        return Probe(False, lacking) if lacking else Probe(True, "plain files; only a sealing engine may fill them")
 
     def bytes_needed(self, slots_bytes: int) -> int:
         return plain.bytes_needed(slots_bytes)
@@ -63,13 +65,16 @@ class SealOnly:
         result, _ = plain.read_back_slots(place, request)
         if result.plaintext == 0:
             return [Step("read-back", True, result.sentence())]
-        over = plain.overwrite_slots(place, request)
-        again, _ = plain.read_back_slots(place, request)
-        return [
+        steps = [
             Step("read-back", False, f"the engine did not seal: {result.sentence()}"),
-            over,
-            Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()),
+            plain.overwrite_slots(place, request),
         ]
+        again, _ = plain.read_back_slots(place, request, overwritten=True)
+        steps.append(Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()))
+        kept = keeps_old_copies(place)
+        if kept:
+            steps.append(Step("old-copies", False, f"plaintext was overwritten, but {kept}"))
+        return steps
 
     def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
         return plain.remove_directories(place, request, discard=discard)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvtier_api.errors import KernelError
-from kvtier_node.kernel import fscrypt, libc, memory
+from kvtier_node.kernel import detached, fscrypt, libc, memory
 
 __all__ = ["fscrypt_add", "fscrypt_remove", "new_key", "open_dm_crypt"]
 
@@ -44,10 +44,30 @@ def fscrypt_add(*, fds: dict[str, int]) -> dict[str, object]:
         return {"key_id": fscrypt.add_key(fds["root"], key)}
 
 
-def fscrypt_remove(*, fds: dict[str, int], key_id: str) -> dict[str, object]:
-    """Remove the key (that can wait for I/O); the name of the status that the kernel then reports."""
-    fscrypt.remove_key(fds["root"], key_id)
-    return {"status": fscrypt.key_status(fds["root"], key_id).name}
+def fscrypt_remove(*, fds: dict[str, int], source: str, slots: str, key_ids: list[str]) -> dict[str, object]:
+    """Remove the volume's keys from the ext4 on the device `source`, and what the kernel then says of each.
+
+    `key_ids`: those on record; the policy of the directory `slots` may name one that a crash kept off the record. Works on a
+    mount that no path leads to, so it does not matter what is mounted where. Removing can wait for I/O.
+    """
+    del fds
+    with detached.mounted(source, "ext4") as root:
+        known = set(key_ids) | _policy_keys(root, slots)
+        for key_id in known:
+            fscrypt.remove_key(root, key_id)
+        return {"status": {key_id: fscrypt.key_status(root, key_id).name for key_id in sorted(known)}}
+
+
+def _policy_keys(root: int, slots: str) -> set[str]:
+    try:
+        fd = os.open(slots, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)
+    except FileNotFoundError:
+        return set()  # a crash came before it was made
+    try:
+        policy = fscrypt.get_policy(fd)
+    finally:
+        os.close(fd)  # an open directory would keep the key
+    return {policy} if policy else set()
 
 
 def open_dm_crypt(*, fds: dict[str, int], device: str, name: str, cipher: str) -> dict[str, object]:
@@ -61,7 +81,6 @@ def open_dm_crypt(*, fds: dict[str, int], device: str, name: str, cipher: str) -
             ["cryptsetup", "open", "--type", "plain", "--cipher", cipher, "--key-size", str(KEY_BYTES * 8), "--hash", "plain",
              "--key-file", "-", "--keyfile-size", str(KEY_BYTES), "--batch-mode", device, name],
             stdin=reader, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"},
         )  # fmt: skip
         os.close(reader)
         try:

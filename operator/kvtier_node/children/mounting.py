@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from kvtier_node.children.keys import KEY_BYTES, new_key
-from kvtier_node.kernel import constants, fscrypt, libc
-from kvtier_node.kernel.namespaces import leave_mount_namespace
+from kvtier_node.kernel import constants, detached, fscrypt, libc
 
 __all__ = ["mount", "probe_fscrypt", "unmount"]
 
@@ -26,19 +25,19 @@ def unmount(*, fds: dict[str, int]) -> dict[str, object]:
 
 
 def probe_fscrypt(*, fds: dict[str, int], source: str) -> dict[str, object]:
-    """Whether the ext4 on `source` takes a key and a policy, tried in a mount namespace that ends with this child."""
+    """Whether the ext4 on `source` takes a key and a policy, tried on a mount that no path leads to."""
     del fds
-    leave_mount_namespace()
-    libc.mount(source, "/mnt", "ext4", _FLAGS, None)
-    root = os.open("/mnt", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    os.mkdir("probe", 0o700, dir_fd=root)
-    probe = os.open("probe", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
-    with new_key(KEY_BYTES) as key:
-        key_id = fscrypt.add_key(root, key)
-    fscrypt.set_policy(probe, key_id)
-    os.close(probe)
-    fscrypt.remove_key(root, key_id)
-    status = fscrypt.key_status(root, key_id)
+    with detached.mounted(source, "ext4") as root:
+        os.mkdir("probe", 0o700, dir_fd=root)
+        probe = os.open("probe", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+        try:
+            with new_key(KEY_BYTES) as key:
+                key_id = fscrypt.add_key(root, key)
+            fscrypt.set_policy(probe, key_id)
+        finally:
+            os.close(probe)
+        fscrypt.remove_key(root, key_id)
+        status = fscrypt.key_status(root, key_id)
     return {
         "ok": status is fscrypt.KeyStatus.ABSENT,
         "reason": f"ext4 took an fscrypt v2 policy; after removal the kernel reports the key {status.name}",

@@ -76,6 +76,7 @@ FS_IOC_SETFLAGS: Final = _iow("f", 2, 8)
 FS_IOC_FIEMAP: Final = _iowr("f", 11, 32)
 FS_APPEND_FL: Final = 0x20
 FS_IMMUTABLE_FL: Final = 0x10
+FS_JOURNAL_DATA_FL: Final = 0x4000
 FS_NOCOW_FL: Final = 0x00800000
 BLKDISCARD: Final = _ioc(0, 0x12, 119, 0)
 BLKGETSIZE64: Final = _ior(0x12, 114, 8)

@@ -18,10 +18,12 @@ from kvtier_node.kernel import libc, mounts
 
 __all__ = [
     "Extent",
+    "clear_protection",
     "drop_cached_pages",
     "extents",
     "filesystem_type",
     "free_bytes",
+    "has_attribute",
     "preallocate",
     "punch_hole",
     "set_immutable",
@@ -161,6 +163,35 @@ def filesystem_type(fd: int) -> str:
         if entry.device == device:
             return entry.fs_type
     return "ext4" if magic == c.EXT_SUPER_MAGIC else hex(magic)
+
+
+def has_attribute(fd: int, attribute: int) -> bool:
+    """Whether an FS_*_FL attribute (lsattr(1)) is set; a file system without such has none. Raises OSError."""
+    flags = ctypes.create_string_buffer(8)
+    try:
+        libc.ioctl(fd, c.FS_IOC_GETFLAGS, flags)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP):
+            return False
+        raise
+    return bool(int.from_bytes(flags.raw[:4], "little") & attribute)
+
+
+def clear_protection(fd: int) -> bool:
+    """chattr -ia; whether either bit was set. A file system without such bits has none. Raises OSError."""
+    flags = ctypes.create_string_buffer(8)
+    try:
+        libc.ioctl(fd, c.FS_IOC_GETFLAGS, flags)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP):
+            return False
+        raise
+    value = int.from_bytes(flags.raw[:4], "little")
+    if not value & (c.FS_IMMUTABLE_FL | c.FS_APPEND_FL):
+        return False
+    ctypes.memmove(flags, (value & ~(c.FS_IMMUTABLE_FL | c.FS_APPEND_FL)).to_bytes(4, "little"), 4)
+    libc.ioctl(fd, c.FS_IOC_SETFLAGS, flags)
+    return True
 
 
 def set_immutable(fd: int, immutable: bool) -> None:

@@ -10,6 +10,8 @@ import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,7 +20,18 @@ from kvtier_api.errors import Busy, KernelError
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import libc
 
-__all__ = ["LoopDevice", "LoopStatus", "attach", "detach", "find_by_backing", "is_claimed", "set_autoclear", "status"]
+__all__ = [
+    "LoopDevice",
+    "LoopStatus",
+    "attach",
+    "backing_path",
+    "detach",
+    "find_by_backing",
+    "is_claimed",
+    "set_autoclear",
+    "status",
+    "transient",
+]
 
 _ATTACH_TRIES: Final = 64
 # Where a container's /dev lacks a node that the kernel has (util-linux#3197).
@@ -245,6 +258,49 @@ def find_by_backing(st_dev: int, st_ino: int) -> list[LoopDevice]:
         if now is not None and (now.backing_dev, now.backing_ino) == (st_dev, st_ino):
             found.append(device)
     return found
+
+
+def backing_path(device: LoopDevice) -> str | None:
+    """The image's path as the kernel shows it (` (deleted)` after its name is gone); None if nothing is attached."""
+    try:
+        return (
+            Path(f"/sys/block/loop{device.number}/loop/backing_file").read_text(errors="surrogateescape").rstrip("\n")
+        )
+    except FileNotFoundError:
+        return None
+
+
+@contextmanager
+def transient(image_fd: int) -> Iterator[LoopDevice]:
+    """A loop device for the length of a block, which the kernel itself takes back: after SIGKILL too.
+
+    Autoclear, and open for as long as the block runs: with the last descriptor it is detached.
+    """
+    control = _open("/dev/loop-control", os.O_RDWR)
+    try:
+        for _ in range(_ATTACH_TRIES):
+            number = libc.ioctl(control, c.LOOP_CTL_GET_FREE)
+            path = _node(number)
+            config = _LoopConfig(fd=image_fd)
+            config.info.lo_flags = c.LO_FLAGS_AUTOCLEAR
+            fd = _open(path, os.O_RDWR)
+            try:
+                libc.ioctl(fd, c.LOOP_CONFIGURE, config)
+            except OSError as error:
+                os.close(fd)
+                if error.errno == errno.EBUSY:
+                    continue
+                raise KernelError(f"LOOP_CONFIGURE: {error.strerror}", obj=path) from error
+            break
+        else:
+            raise Busy(f"each free loop device was taken by others, {_ATTACH_TRIES} times", obj="/dev/loop-control")
+    finally:
+        os.close(control)
+    image = os.fstat(image_fd)
+    try:
+        yield LoopDevice(path, number, image.st_dev, image.st_ino)
+    finally:
+        os.close(fd)
 
 
 def is_claimed(device: LoopDevice) -> bool:
