@@ -15,6 +15,7 @@ import pytest
 
 from kvtier_api.errors import EraseIncomplete, KernelError, NotFound
 from kvtier_node.kernel import bounded, libc, loop
+from kvtier_node.kernel import constants as c
 from kvtier_node.kernel.processes import PidFd
 from requirements import need_root, need_tool
 
@@ -307,11 +308,14 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     os.posix_fallocate(image, 0, 16 * 2**20)
     device = loop.attach(image, direct_io=False)
     os.close(image)
-    try:
+    with contextlib.ExitStack() as last:
+        last.callback(loop.detach, device)
         subprocess.run([need_tool("mkfs.ext4"), "-q", "-O", "^has_journal", device.path], check=True)
         libc.mount(device.path, str(mnt), "ext4", 0, None)
+        last.callback(libc.umount2, str(mnt), c.MNT_DETACH)
         (mnt / "file").write_bytes(b"")
         fd = os.open(mnt, os.O_RDONLY)
+        last.callback(os.close, fd)
         state = {"frozen": True}
 
         def thaw() -> None:
@@ -319,18 +323,8 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
                 libc.ioctl(fd, FITHAW)
 
         libc.ioctl(fd, FIFREEZE)
-        try:
-            yield mnt / "file", thaw
-        finally:
-            thaw()
-            for pid in bounded.unreaped():
-                with contextlib.suppress(NotFound), PidFd.open(pid) as process:
-                    process.wait(30)
-            assert bounded.unreaped() == []
-            os.close(fd)
-            libc.umount2(str(mnt), 0)
-    finally:
-        assert loop.detach(device)
+        last.callback(thaw)
+        yield mnt / "file", thaw
 
 
 def state_of(pid: int) -> str:

@@ -77,6 +77,11 @@ def test_alone_is_alone_again_and_again(own: int) -> None:
     assert all(lease.sole_holder(own) for _ in range(100))
 
 
+def test_probe_keeps_nobody_out(path: Path, own: int) -> None:
+    assert lease.sole_holder(own)
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+
 @pytest.mark.parametrize("how", ["read", "write", "shared", "private"])
 def test_another_process_that_holds_it_in_any_way_is_seen_until_it_ends(path: Path, own: int, how: str) -> None:
     with holder(path, how) as (process, _):

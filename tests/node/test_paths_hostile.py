@@ -221,6 +221,17 @@ def test_tier_that_is_a_symlink_is_refused_wherever_it_leads(scene: Scene, targe
     assert not (scene.base / "nowhere").exists()
 
 
+def test_symlink_that_leads_nowhere_else_is_refused_too(scene: Scene) -> None:
+    """Relative, beside its target: it does not leave the directory, and still is a name that somebody can turn."""
+    (scene.root / "link").symlink_to("tier")
+    (scene.tier / "real").mkdir()
+    (scene.tier / "link").symlink_to("real")
+    with scene.refuses(UnsafePath):
+        scene.open(scene.root / "link")
+    with scene.open() as place, scene.refuses(UnsafePath):
+        place.child("link")
+
+
 @pytest.mark.parametrize("create", [False, True])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_symlink_at_each_level_below_the_root_is_refused(scene: Scene, level: int, create: bool) -> None:

@@ -26,6 +26,7 @@ from kvtier_api.errors import KernelError, KvtierError
 __all__ = ["call", "run_tool", "unreaped"]
 
 _ENVIRONMENT: Final = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+_UDEV: Final = "/run/udev/control"
 _PACKAGES: Final = {
     "blkdiscard": "util-linux",
     "cryptsetup": "cryptsetup-bin",
@@ -48,6 +49,13 @@ _SECRET_BYTES: Final = 8  # shorter input is a word or a number that messages ho
 
 _left_behind: list[subprocess.Popen[bytes]] = []
 _left_behind_lock: Final = threading.Lock()
+
+
+def _environment() -> dict[str, str]:
+    """What a child gets, and what it starts in turn. Where no udevd answers (a container, a small system), libdevmapper must
+    be told so: it leaves the nodes in /dev/mapper to udevd otherwise, and then there are none.
+    """
+    return _ENVIRONMENT if os.path.exists(_UDEV) else _ENVIRONMENT | {"DM_DISABLE_UDEV": "1"}
 
 
 def unreaped() -> list[int]:
@@ -75,7 +83,7 @@ class _Child:
                 stdout=subprocess.DEVNULL if reply else subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd="/",
-                env=_ENVIRONMENT,
+                env=_environment(),
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
