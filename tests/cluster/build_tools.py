@@ -33,7 +33,8 @@ TOOLS = {
 
 def cache_folder() -> Path:
     """The folder for this go.mod and go.sum: another version is another folder."""
-    key = hashlib.sha256((HERE / "go.mod").read_bytes() + (HERE / "go.sum").read_bytes()).hexdigest()[:16]
+    modules = [HERE / name for name in ("go.mod", "go.sum", "sanity/go.mod", "sanity/go.sum")]
+    key = hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()[:16]
     base = Path(os.environ.get("KVTIER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvtier")
     return base / f"cluster-{key}"
 
@@ -54,7 +55,7 @@ def build(tool: str, package: str, target: Path, go: str) -> None:
     partial = target.with_suffix(".partial")
     env = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local"}
     command = [go, "build", "-trimpath", "-tags", "providerless,dockerless", "-ldflags", link_flags(), "-o", str(partial), package]
-    subprocess.run(command, cwd=HERE, env=env, check=True)
+    subprocess.run(command, cwd=HERE / "sanity" if tool == "csi-sanity" else HERE, env=env, check=True)
     partial.rename(target)
     print(f"{tool}: built in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
