@@ -45,6 +45,7 @@ class Reason(StrEnum):
     KEY_EPOCHS_DROPPED = "KeyEpochsDropped"
     ERASED_AT_MAX_AGE = "ErasedAtMaxAge"
     MAX_AGE_EXCEEDED = "MaxAgeExceeded"
+    ENGINE_CANNOT_EXPIRE = "EngineCannotExpire"
     # Scrubbed
     NOTHING_LEFT = "NothingLeft"
     ERASING = "Erasing"
@@ -97,6 +98,7 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.KEY_EPOCHS_DROPPED: "The engine drops the keys of an epoch at its maximum age.",
     Reason.ERASED_AT_MAX_AGE: "Volumes are erased before a block in them is too old.",
     Reason.MAX_AGE_EXCEEDED: "A block older than the maximum age may still be readable.",
+    Reason.ENGINE_CANNOT_EXPIRE: "This engine does not seal its slots, so no key can be dropped at the maximum age.",
     Reason.NOTHING_LEFT: "Every volume of an ended consumer is erased, with a receipt.",
     Reason.ERASING: "An erasure is under way, within its deadline.",
     Reason.DEADLINE_MISSED: "An erasure took longer than scrub.deadline.",

@@ -1,0 +1,113 @@
+"""`kvtier`: the command line as a whole. One module a command; here is only what all share: errors, exit codes, version.
+
+Nothing heavy is imported before a command runs: `kvtier --help` must not wait for torch, pydantic or aiohttp.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from kvtier_api.errors import KvtierError
+from kvtier_cli import demo, erase, node, receipts, run, status
+
+__all__ = ["app", "main"]
+
+EXIT_DEFECT = 70
+"""sysexits.h, EX_SOFTWARE: a defect of kvtier's own."""
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="kvtier",
+    help="KV-cache stores of LLM inference: declared, encrypted, erased after every exit and crash, on record.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"kvtier {version('kvtier')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show a traceback for any error.", envvar="KVTIER_DEBUG")
+    ] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["KVTIER_DEBUG"] = "1"
+
+
+app.command("node", rich_help_panel="Serve")(node.node)
+app.command("run", rich_help_panel="Serve", context_settings=run.CONTEXT)(run.run)
+app.command("status", rich_help_panel="Look")(status.status)
+app.command("erase", rich_help_panel="Act")(erase.erase)
+app.add_typer(receipts.app, name="receipts", rich_help_panel="Look")
+app.command("demo", rich_help_panel="Look")(demo.demo)
+
+
+def report(error: KvtierError) -> None:
+    """Cause, object and remedy on stderr."""
+    lines = [f"error: {error.cause}"]
+    if error.obj:
+        lines.append(f"  object: {error.obj}")
+    if error.remedy:
+        lines.append(f"  remedy: {error.remedy}")
+    sys.stderr.write("\n".join(line if line.isprintable() else ascii(line) for line in lines) + "\n")
+
+
+def main() -> None:
+    """The entry point: every way out is an exit code of README, "Exit codes"."""
+    try:
+        code = app(standalone_mode=False)
+    except KvtierError as error:
+        if _debugging():
+            raise
+        report(error)
+        sys.exit(error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of a pipe went: nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except typer.TyperException as error:
+        _show_usage_error(error)
+    except Exception as error:
+        if _debugging():
+            raise
+        sys.stderr.write(
+            f"error: a defect of kvtier: {type(error).__name__}: {error}\n  remedy: kvtier --debug shows where\n"
+        )
+        sys.exit(EXIT_DEFECT)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _debugging() -> bool:
+    return os.environ.get("KVTIER_DEBUG", "") not in ("", "0")
+
+
+def _show_usage_error(error: Exception) -> None:
+    show = getattr(error, "show", None)
+    if show is not None:
+        show()
+    else:
+        sys.stderr.write(f"error: {error}\n")
+    sys.exit(getattr(error, "exit_code", 2))
+
+
+if __name__ == "__main__":
+    main()
