@@ -14,7 +14,7 @@ from kvtier_api.erasure import Trigger
 from kvtier_api.errors import EraseIncomplete, KvtierError
 from kvtier_api.tier import KVCacheTierSpec, ScrubVerify
 from kvtier_api.volume import BackendName, VolumeState
-from kvtier_node import backends
+from kvtier_node import backends, shared_memory
 from kvtier_node.backends.base import Backend
 from kvtier_node.kernel.processes import boot_id
 from kvtier_node.kernel.refusal import refused
@@ -105,6 +105,8 @@ def _erase_place(node: Node, row: VolumeRow) -> tuple[list[Step], str, float]:
         ranges, steps = _ranges(place, row, backend)
         steps += backend.destroy_key(place, request, row.key_id)
         destroyed_at, clock = utc_now(), time.monotonic()
+        if row.boot_id == boot_id():  # memory of an earlier boot is gone
+            steps += shared_memory.erase(shared_memory.files_of(row.facts))
         if row.boot_id != boot_id() and backend.technique is Technique.KEY_DESTROYED:
             steps.append(Step("boot-id", True, f"the kernel of boot {row.boot_id}, which had the key, no longer runs"))
         # Where the engine alone encrypts, only the sample shows that it did.

@@ -24,6 +24,7 @@ from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.receipts import Receipt, Technique
 from kvtier_node.recovery import evidence, trigger_of
+from kvtier_node.shared_memory import FACT, SharedMemoryWatch, files_of
 
 __all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer"]
 
@@ -54,7 +55,7 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
         failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
         return Look(True, f"whether it is in use cannot be told: {failure}", error=failure)
     if found.alive:
-        return Look(True, found.reason)
+        return Look(True, found.reason, error=_observed(node, live))
     if live.row.state is VolumeState.IN_USE and death is None and live.death is None:
         death = Death.now()
     try:
@@ -62,6 +63,29 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
     except KvtierError as error:
         return Look(False, found.reason, error=error)
     return Look(False, found.reason, receipt=receipt)
+
+
+def _observed(node: Node, live: LiveVolume) -> KvtierError | None:
+    try:
+        observe(node, live)
+    except KvtierError as error:
+        return error
+    except OSError as error:
+        return refused(error, live.row.place)
+    return None
+
+
+def observe(node: Node, live: LiveVolume) -> None:
+    """See what the living consumer has in shared memory, and put it on record. Raises LedgerError, KernelError."""
+    consumer = ProcessConsumer.from_record(live.row.consumer)
+    if consumer is None or not consumer.alive():
+        return
+    if live.shared is None:
+        live.shared = SharedMemoryWatch.resume(files_of(live.row.facts))
+    if live.shared.look(consumer.pid):
+        live.row = node.ledger.note(
+            live.volume_id, facts={FACT: [file.record() for file in live.shared.files.values()]}
+        )
 
 
 def stop_consumer(live: LiveVolume, *, grace_s: float = _GRACE_S) -> None:

@@ -13,6 +13,7 @@ from kvtier_node.ledger import VolumeRow
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.receipts import utc_now
 from kvtier_node.sampling import Range
+from kvtier_node.shared_memory import SharedMemoryWatch
 from kvtier_node.slots import SlotWatch
 
 __all__ = ["Death", "LiveVolume", "ranges_of", "request_of"]
@@ -37,6 +38,7 @@ class LiveVolume:
     row: VolumeRow
     guardian: Guardian
     watch: SlotWatch | None = None
+    shared: SharedMemoryWatch | None = None
     attempts: int = 0
     death: Death | None = None
     """Kept over failed attempts to erase: the deadline runs from the death, not from the last try."""

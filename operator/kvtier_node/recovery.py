@@ -18,6 +18,7 @@ from typing import Any, Final
 from kvtier_api.erasure import Trigger
 from kvtier_api.errors import KvtierError, NotFound
 from kvtier_api.volume import VolumeState
+from kvtier_node import shared_memory
 from kvtier_node.backends import BACKENDS
 from kvtier_node.consumers import Evidence, ProcessConsumer, alive
 from kvtier_node.erasing import erase
@@ -211,7 +212,10 @@ def evidence(live: LiveVolume) -> Evidence:
         return Evidence(False, f"no consumer was started ({live.row.state})")
     if live.row.boot_id != boot_id():
         return Evidence(False, "the node was restarted since")
-    return alive(ProcessConsumer.from_record(live.row.consumer), live.watch)
+    found = alive(ProcessConsumer.from_record(live.row.consumer), live.watch)
+    if not found.alive and (user := shared_memory.in_use(shared_memory.files_of(live.row.facts))):
+        return Evidence(True, user)
+    return found
 
 
 def trigger_of(row: VolumeRow) -> Trigger:

@@ -23,7 +23,7 @@ from kvtier_api.marker import check_marker
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
-from kvtier_node.guarding import LOOK_S, fulfil_requests, look
+from kvtier_node.guarding import LOOK_S, fulfil_requests, look, observe
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
@@ -191,7 +191,7 @@ def _until_erased(
         if time.monotonic() > said_at:
             say(f"waiting to erase {live.volume_id}: {seen.error or seen.why}")
             said_at = time.monotonic() + 12 * _SAY_AFTER_S
-        if seen.in_use and seen.error is None:
+        if seen.in_use:
             death = Death.now()  # a forked child still holds a slot file: the consumer has not ended yet
         time.sleep(LOOK_S)
 
@@ -202,6 +202,7 @@ def _while_it_runs(node: Node, live: LiveVolume) -> KvtierError | None:
         fulfil_requests(node, [live])
         if live.watch is not None:
             live.watch.refresh()
+        observe(node, live)
     except KvtierError as error:
         return error
     except OSError as error:

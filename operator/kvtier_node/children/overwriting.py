@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtier_node.kernel import files
 
-__all__ = ["overwrite"]
+__all__ = ["clear", "overwrite"]
 
 _CHUNK_BYTES: Final = 4 << 20
 
@@ -26,4 +26,25 @@ def overwrite(*, fds: dict[str, int]) -> dict[str, object]:
                 raise OSError(errno.EIO, f"short write at byte {offset}")
             written += len(data)
     os.fdatasync(fd)
+    return {"written": written}
+
+
+def clear(*, fds: dict[str, int]) -> dict[str, object]:
+    """Overwrite what `fds["file"]` holds with zeros and cut it to nothing: for memory (tmpfs), where in place is in place."""
+    fd = fds["file"]
+    zeros = bytes(_CHUNK_BYTES)
+    written = offset = 0
+    size = os.fstat(fd).st_size
+    while offset < size:
+        try:
+            offset = os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                break
+            raise
+        end = os.lseek(fd, offset, os.SEEK_HOLE)
+        while offset < end:
+            count = os.pwrite(fd, zeros[: end - offset], offset)
+            offset, written = offset + count, written + count
+    os.ftruncate(fd, 0)
     return {"written": written}
