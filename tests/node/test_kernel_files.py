@@ -47,7 +47,7 @@ def small_file_system(tmp_path: Path, features: str) -> Iterator[Path]:
         finally:
             libc.umount2(str(target), 0)
     finally:
-        assert loop.detach(device)
+        loop.detach(device)  # what another test's new mount namespace copied meanwhile goes with that
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 _ATTACH_TRIES: Final = 64
+_DETACH_LOOKS: Final = 20
+_DETACH_PAUSE_S: Final = 0.01
 # Where a container's /dev lacks a node that the kernel has (util-linux#3197).
 _OWN_NODES: Final = "/dev/kvtier"
 
@@ -227,8 +230,13 @@ def detach(device: LoopDevice) -> bool:
             raise KernelError(f"LOOP_CLR_FD: {error.strerror}", obj=device.path) from error
     finally:
         os.close(fd)
-    now = status(device)
-    return now is None or (now.backing_dev, now.backing_ino) != (info.lo_device, info.lo_inode)
+    # Another kvtier that looks through the devices, or a namespace that was just copied, holds it for a moment only.
+    for _ in range(_DETACH_LOOKS):
+        now = status(device)
+        if now is None or (now.backing_dev, now.backing_ino) != (info.lo_device, info.lo_inode):
+            return True
+        time.sleep(_DETACH_PAUSE_S)
+    return False
 
 
 def set_autoclear(device: LoopDevice) -> None:
