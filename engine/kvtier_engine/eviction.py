@@ -169,7 +169,6 @@ class Arc:
         ghost = self._free_ghosts.pop()
         self._table.insert(digest, ghost)
         lists.push(kind, ghost)
-        self._bound_ghosts()
 
     def _bound_ghosts(self) -> None:
         lengths = self._lists.lengths

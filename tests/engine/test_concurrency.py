@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -134,3 +134,31 @@ def test_closing_under_load_ends_every_job_and_writes_to_no_foreign_descriptor(
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_close_keeps_the_files_open_until_a_write_that_has_begun_is_done(open_store: Opener) -> None:
+    store = open_store()
+    file, begun, go_on = store._files[0], threading.Event(), threading.Event()
+    write, descriptors = file.write, []
+
+    def slow(offset: int, views: Sequence[memoryview]) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        descriptors.append(file._fd)
+        write(offset, views)
+
+    file.write = slow  # type: ignore[method-assign]
+    closed = threading.Event()
+
+    def put() -> None:
+        assert not store.put(b"k", [block(1)], tenant=b"a").ok  # its key is gone by then
+
+    def close() -> None:
+        assert begun.wait(60)
+        threading.Timer(0.3, go_on.set).start()
+        store.close()
+        closed.set()
+
+    _together(put, close)
+    assert closed.is_set()
+    assert descriptors[0] >= 0

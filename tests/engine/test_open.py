@@ -104,7 +104,7 @@ def test_what_is_not_the_volume_is_refused_and_nothing_stays_open(
     harm(tmp_path / "volume")
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(error):
-        _open(path)
+        _open(path).close()
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -130,7 +130,7 @@ def test_a_file_mounted_over_a_slot_file_from_elsewhere_is_on_another_device(tmp
         subprocess.run(["mount", "--bind", str(other / "f"), str(target)], check=True)
         try:
             with pytest.raises(UnsafePath, match="device"):
-                _open(path)
+                _open(path).close()
         finally:
             subprocess.run(["umount", str(target)], check=True)
     finally:

@@ -64,6 +64,19 @@ def test_a_sealed_slot_fills_its_slot_with_ciphertext_also_when_the_block_is_sho
     assert room == b"short" + bytes(4)
 
 
+def test_an_unsealed_slot_is_padded_with_zeros_and_not_with_what_the_staging_buffer_held(open_store: Opener) -> None:
+    store = open_store(seal_slots=False, io_threads=1)
+    for k in range(6):
+        unaligned = memoryview(bytearray(SLOT_BYTES + 1))[1:]
+        unaligned[:] = block("canary")
+        assert store.put(bytes([k]), [unaligned], tenant=b"a").ok
+        assert store.put(bytes([k + 100]), [b"short"], tenant=b"b").ok
+    with open(store.config.files[0], "rb") as file:
+        data = file.read()
+    slots = [data[start : start + SLOT_BYTES] for start in range(0, len(data), SLOT_BYTES)]
+    assert slots.count(b"short" + bytes(SLOT_BYTES - 5)) == 6
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 def test_memory_of_any_alignment_is_stored_and_loaded_unsealed_with_direct_io(
     open_store: Opener, aligned: bool
