@@ -312,7 +312,10 @@ def transient(image_fd: int) -> Iterator[LoopDevice]:
 
 
 def is_claimed(device: LoopDevice) -> bool:
-    """Whether a mount, in any mount namespace, or device mapper holds the block device (open O_EXCL gives EBUSY)."""
+    """Whether a mount, in any mount namespace, or device mapper holds the block device (open O_EXCL gives EBUSY).
+
+    It claims the device itself for an instant: a mount(2) of it in that instant gets EBUSY.
+    """
     try:
         os.close(_open(device.path, os.O_RDONLY | os.O_EXCL))
     except OSError as error:
