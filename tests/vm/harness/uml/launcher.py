@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -110,7 +111,9 @@ def _become_kernel(config: dict[str, Any]) -> NoReturn:
     try:
         os.dup2(2, 1)  # the kernel's own first words and the guest's console, in order
         # Descriptors 10 and 11 are the serial line: what the guest reads, what it writes (see `machine`).
-        for target, fd in zip((10, 11), config["guest_fds"], strict=True):
+        # Out of the way first: one of them may have the other's number.
+        copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in config["guest_fds"]]
+        for target, fd in zip((10, 11), copies, strict=True):
             os.dup2(fd, target)
         os.closerange(12, 4096)
         with contextlib.suppress(OSError):

@@ -1,0 +1,128 @@
+"""The agent loses its power at every arrow of its ledger and at random, with dm-crypt; then it boots on the same disk.
+
+Guarantees Crash-erase, Fence and Record-before-write. KVTIER_CUTS is the number of cuts at random (50), KVTIER_CUT_SEED
+their seed; both are printed with what each cut hit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+pytestmark = [pytest.mark.vm, pytest.mark.slow]
+
+CUTS = int(os.environ.get("KVTIER_CUTS", "50"))
+SEED = int(os.environ.get("KVTIER_CUT_SEED", "20260401"))
+SHARDS = 10
+LIFE_ARROWS = 7
+
+
+@pytest.fixture
+def new_node(boot, tmp_path):
+    """`new_node()`: a node with an empty disk, not yet booted."""
+    from uml.agentnode import AgentNode, make_node_disk
+
+    def make(**options):
+        return AgentNode(make_node_disk(tmp_path / "node.img", options.get("kind", "ext4")), boot, **options)
+
+    return make
+
+
+def test_a_life_without_a_cut_takes_every_arrow_and_leaves_nothing_on_the_disk(new_node):
+    from uml.agentnode import LIFE, after_a_power_cut, arrows
+
+    node = new_node()
+    machine = node.boot(rounds=2)
+    after_a_power_cut(machine)
+    assert tuple(arrows(machine)) == LIFE * 2
+    assert len(LIFE) == LIFE_ARROWS
+    receipts = machine.events[-2]["chain"]["receipts"]
+    assert {(receipt["trigger"], receipt["technique"]) for receipt in receipts} == {("Crash", "KeyDestroyed")}
+    node.cut(machine)
+    assert len(node.keys) == 4  # two volumes, and a probe before each
+
+
+@pytest.mark.parametrize("arrow", range(LIFE_ARROWS))
+def test_a_cut_at_an_arrow_leaves_nothing_readable_and_is_erased_by_the_next_boot(new_node, arrow):
+    from uml.agentnode import LIFE, after_a_power_cut
+
+    node = new_node()
+    machine = node.boot(stop_at=arrow)
+    assert machine.wait_for("arrow", where=lambda event: event["n"] == arrow)["after"] == LIFE[arrow]
+    node.cut(machine)
+    machine = node.boot()
+    after_a_power_cut(machine)
+    assert machine.events[1].tag == "opened" and [row["state"] for row in machine.events[1]["rows"]] == [LIFE[arrow]]
+    node.cut(machine)
+
+
+@pytest.mark.parametrize(
+    ("first", "recovery"),
+    [
+        (1, ["Erasing", "Erasing", "Erased"]),  # half made: each boot begins the erasure again
+        (3, ["Dying", "Erasing", "Erasing", "Erased"]),  # in use
+    ],
+    ids=["Provisioning", "InUse"],
+)
+def test_cuts_during_each_recovery_after_a_cut_only_delay_the_erasure(new_node, first, recovery):
+    from uml.agentnode import after_a_power_cut, arrows
+
+    node = new_node()
+    machine = node.boot(stop_at=first)
+    machine.wait_for("arrow", where=lambda event: event["n"] == first)
+    node.cut(machine)
+    for state in recovery:
+        # An erasure that was begun is begun again, which is an arrow too; then it ends.
+        stop_at = 1 if state == "Erased" else 0
+        machine = node.boot(stop_at=stop_at)
+        machine.wait_for("arrow", where=lambda event, stop_at=stop_at: event["n"] == stop_at)
+        assert arrows(machine)[-1] == state
+        assert not any(event.tag == "served" for event in machine.events)
+        node.cut(machine)
+    machine = node.boot()
+    after_a_power_cut(machine)
+    node.cut(machine)
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, shard):
+    from uml.agentnode import after_a_power_cut
+
+    source = random.Random(SEED * 1000 + shard)
+    kind = "xfs" if shard % 4 == 3 else "ext4"
+    node = new_node(kind=kind)
+    machine = node.boot()
+    up = machine.wait_for("up")
+    span_s = machine.wait_for("done", 60).at_s - up.at_s
+    node.cut(machine)
+    number = len(range(shard, CUTS, SHARDS))
+    for cut in range(number):
+        # Each boot finds what the cut before left: so recoveries are cut as often as lives.
+        machine = node.boot(rounds=1000)
+        machine.wait_for("up")
+        delay_s = source.uniform(0, 1.3 * span_s)
+        assert machine.cut_after(delay_s), machine.console[-4000:]
+        last = machine.events[-1]
+        print(f"seed {SEED} shard {shard} cut {cut} on {kind}: {delay_s:.3f} s of {span_s:.3f} s,", last.tag, end=" ")
+        print({name: value for name, value in last.fields.items() if name in ("n", "before", "after")})
+        node.cut(machine)
+    machine = node.boot()
+    after_a_power_cut(machine)
+    node.cut(machine)
+    print(f"shard {shard}: {number} cuts, {len(node.keys)} keys looked for")
+
+
+def test_control_without_encryption_the_canaries_are_found_and_the_next_boot_overwrites_them(new_node):
+    from uml.agentnode import CANARIES
+
+    node = new_node(backend="SealOnly")
+    machine = node.boot()
+    machine.wait_for("written")
+    machine.cut()
+    assert len({hit.name for hit in node.hits()}) == len(CANARIES)
+    machine = node.boot(rounds=0)
+    machine.wait_for("done")
+    machine.wait_off()
+    assert node.hits() == []
