@@ -1,19 +1,20 @@
-"""Consumers: the processes that use a volume, and whether one still lives. Only what the kernel vouches for counts.
+"""Consumers: who uses a volume, and whether that still lives. Only what the kernel vouches for counts.
 
 A process is identified by pid, start time and boot id, and watched by pidfd; a reused pid is another process. What it forked
-counts through the slot files that are still open (`slots.SlotWatch.holders`). Never names, never ages.
+counts through the slot files that are still open (`slots.SlotWatch.holders`). Never names, never ages. A pod is `pods.consumer`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from kvtier_api.errors import NotFound
 from kvtier_node.kernel.processes import PidFd, boot_id, start_time
+from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.slots import SlotWatch
 
-__all__ = ["Evidence", "ProcessConsumer", "alive"]
+__all__ = ["Consumer", "Evidence", "ProcessConsumer", "alive", "consumer_of"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class ProcessConsumer:
     def record(self) -> dict[str, Any]:
         return {"kind": "process", "pid": self.pid, "start_time": self.start_time, "boot_id": self.boot_id}
 
+    @property
+    def title(self) -> str:
+        return f"process {self.pid}"
+
     def alive(self) -> bool:
         if self.boot_id != boot_id():
             return False
@@ -58,13 +63,25 @@ class ProcessConsumer:
             return False
 
 
-def alive(consumer: ProcessConsumer | None, watch: SlotWatch | None) -> Evidence:
+Consumer: TypeAlias = ProcessConsumer | PodConsumer
+
+
+def consumer_of(record: dict[str, Any] | None) -> Consumer | None:
+    """The consumer on record, of whatever kind."""
+    return ProcessConsumer.from_record(record) or PodConsumer.from_record(record)
+
+
+def alive(consumer: Consumer | None, watch: SlotWatch | None) -> Evidence:
     """Is the volume in use? The consumer itself first, then anybody who has a slot file open or mapped."""
+    if isinstance(consumer, PodConsumer) and watch is not None:
+        watch.refresh()  # a container that was started again in its pod: what the old one left and the new one unlinked goes
     if consumer is not None and consumer.alive():
-        return Evidence(True, f"process {consumer.pid} lives")
+        return Evidence(True, f"{consumer.title} lives")
     if watch is not None:
         watch.refresh()
         busy = watch.holders()
         if busy:
             return Evidence(True, f"{busy} slot file(s) are open or mapped in another process")
-    return Evidence(False, "the process has ended and no slot file is open" if consumer else "no slot file is open")
+    return Evidence(
+        False, f"{consumer.title} has ended and no slot file is open" if consumer else "no slot file is open"
+    )

@@ -22,8 +22,10 @@ from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import TERMINAL, ArrowRefused, EraseRequest, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
-from kvtier_node.receipts import Receipt, Technique
-from kvtier_node.recovery import evidence, trigger_of
+from kvtier_node.pods.consumer import PodConsumer
+from kvtier_node.pods.ending import end_use, files_of_place
+from kvtier_node.receipts import Receipt
+from kvtier_node.recovery import destroys_keys, evidence, trigger_of
 from kvtier_node.shared_memory import FACT, SharedMemoryWatch, files_of
 
 __all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer"]
@@ -125,14 +127,30 @@ def fulfil_requests(node: Node, lives: list[LiveVolume]) -> list[Receipt]:
 
 def _end(node: Node, live: LiveVolume, trigger: Trigger) -> Receipt:
     """Stop the consumer and erase. Raises Busy while what it forked still uses a volume that has no key to destroy."""
+    pod = PodConsumer.from_record(live.row.consumer)
+    if pod is not None:
+        _stop_pod(node, live, pod, trigger)
     stop_consumer(live)
-    if BACKENDS[live.row.backend].technique is not Technique.KEY_DESTROYED and (found := evidence(live)).alive:
+    if not destroys_keys(live.row) and (found := evidence(live)).alive:
         raise Busy(
             f"the consumer ended, and {found.reason}: it could go on writing",
             obj=live.row.place,
             remedy="end the processes that hold it (lsof +D, or fuser); kvtier tries again by itself",
         )
     return erase(node, live, trigger, death=Death.now())
+
+
+def _stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -> None:
+    """On record first: from then on the pod's directory is no sign that it uses the volume."""
+    if live.row.state is VolumeState.IN_USE and pod.ended is None:
+        pod = pod.with_end(trigger)
+        live.row = node.ledger.note(live.volume_id, consumer=pod.record())
+    place = node.places.open(live.row.place)
+    files = None
+    if place is not None:
+        with place:
+            files = files_of_place(place, own_device=BACKENDS[live.row.backend].own_device)
+    end_use(pod, files, grace_s=_GRACE_S)
 
 
 def in_scope(request: EraseRequest, row: VolumeRow) -> bool:

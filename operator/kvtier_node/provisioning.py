@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier_api.erasure import Trigger
@@ -16,7 +17,7 @@ from kvtier_api.tier import EncryptionBackend, KVCacheTier
 from kvtier_api.volume import BackendName, VolumeState
 from kvtier_node import backends, slots
 from kvtier_node.backends.base import Backend
-from kvtier_node.consumers import ProcessConsumer
+from kvtier_node.consumers import Consumer
 from kvtier_node.erasing import erase
 from kvtier_node.guardian import Guardian
 from kvtier_node.kernel import files
@@ -30,8 +31,12 @@ from kvtier_node.receipts import PlaceRecord, Technique, utc_now
 __all__ = ["choose_backend", "provision", "refuse_too_large", "start"]
 
 
-def provision(node: Node, tier: KVCacheTier, *, uid: int, gid: int) -> LiveVolume:
+def provision(
+    node: Node, tier: KVCacheTier, *, uid: int, gid: int, facts: Mapping[str, Any] | None = None
+) -> LiveVolume:
     """A new, empty, encrypted, preallocated volume for one consumer of `tier`, with state Ready.
+
+    `facts` are on record with the volume from its first record on.
 
     Nothing half-made stays behind when it raises: NotPermitted, UnsafePath, ForeignData, BackendUnavailable,
     InsufficientSpace, KernelError.
@@ -51,6 +56,7 @@ def provision(node: Node, tier: KVCacheTier, *, uid: int, gid: int) -> LiveVolum
             )
         try:
             row = _planned(node, tier, backend, f"{directory.path}/{volume_id}", uid=uid, gid=gid)
+            row.facts.update(facts or {})
             row.facts["file_system"] = os.fstatvfs(directory.fd).f_fsid
             node.ledger.plan(row)
         except BaseException:
@@ -207,9 +213,9 @@ def _undo(node: Node, live: LiveVolume, error: BaseException) -> None:
         live.guardian.close()  # after an erasure there is nothing left to close
 
 
-def start(node: Node, live: LiveVolume, consumer: ProcessConsumer) -> None:
+def start(node: Node, live: LiveVolume, consumer: Consumer) -> None:
     """Put the consumer on record, in the ledger and in the place. Call it before the consumer can write its first byte."""
     node.places.note_consumer(live.row.place, consumer.record())
     live.row = node.ledger.advance(
-        live.volume_id, VolumeState.IN_USE, consumer=consumer.record(), reason=f"process {consumer.pid}"
+        live.volume_id, VolumeState.IN_USE, consumer=consumer.record(), reason=consumer.title
     )

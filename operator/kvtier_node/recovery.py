@@ -20,7 +20,7 @@ from kvtier_api.errors import KvtierError, NotFound
 from kvtier_api.volume import VolumeState
 from kvtier_node import shared_memory
 from kvtier_node.backends import BACKENDS
-from kvtier_node.consumers import Evidence, ProcessConsumer, alive
+from kvtier_node.consumers import Evidence, alive, consumer_of
 from kvtier_node.erasing import erase
 from kvtier_node.guardian import Guardian
 from kvtier_node.identity import NodeIdentity
@@ -30,6 +30,7 @@ from kvtier_node.ledger import TERMINAL, Ledger, LedgerDamaged, LedgerMissing, O
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.places import MOUNT_NAME, Places
+from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.receipts import PlaceRecord, Receipt, Technique, utc_now
 from kvtier_node.slots import SlotWatch
 
@@ -212,10 +213,18 @@ def evidence(live: LiveVolume) -> Evidence:
         return Evidence(False, f"no consumer was started ({live.row.state})")
     if live.row.boot_id != boot_id():
         return Evidence(False, "the node was restarted since")
-    found = alive(ProcessConsumer.from_record(live.row.consumer), live.watch)
+    consumer = consumer_of(live.row.consumer)
+    if isinstance(consumer, PodConsumer) and consumer.ended and destroys_keys(live.row):
+        return Evidence(False, f"{consumer.title} has ended")  # its key goes, whoever still has a file open
+    found = alive(consumer, live.watch)
     if not found.alive and (user := shared_memory.in_use(shared_memory.files_of(live.row.facts))):
         return Evidence(True, user)
     return found
+
+
+def destroys_keys(row: VolumeRow) -> bool:
+    """Whether an erasure makes the volume unreadable even for who still has a file of it open."""
+    return BACKENDS[row.backend].technique is Technique.KEY_DESTROYED
 
 
 def trigger_of(row: VolumeRow) -> Trigger:
@@ -223,7 +232,8 @@ def trigger_of(row: VolumeRow) -> Trigger:
     if row.boot_id != boot_id():
         return Trigger.POWER_LOSS
     if row.state is VolumeState.IN_USE:
-        return Trigger.CRASH
+        pod = PodConsumer.from_record(row.consumer)
+        return pod.ended if pod is not None and pod.ended else Trigger.CRASH
     if row.state in (VolumeState.DYING, VolumeState.ERASING) and row.reason in _TRIGGERS:
         return Trigger(row.reason)
     return Trigger.RESTART
