@@ -1,5 +1,5 @@
-// csi-sanity alone: csi-test wants a CSI specification without VolumeCondition, Kubernetes 1.36 one that has it.
-module kvtier.dev/tests/cluster/sanity
+// csi-test wants a CSI definition without VolumeCondition, Kubernetes 1.36 one that has it: a module of its own.
+module kvtier.dev/tests/cluster/csi-sanity
 
 go 1.26.0
 
