@@ -75,6 +75,7 @@ def request_of(row: VolumeRow) -> VolumeRequest:
         own_inodes=frozenset(row.facts.get("inodes", ())),
         image=_pair(row.facts.get("image")),
         device_taken=bool(row.facts.get("device_taken")),
+        device_marks=frozenset(row.facts.get("device_marks", ())),
     )
 
 

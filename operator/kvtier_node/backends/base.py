@@ -54,6 +54,8 @@ class VolumeRequest:
     """st_dev and st_ino of the backing image as it was made: its loop devices are known by it when its name is gone."""
     device_taken: bool = False
     """`device` was found blank and is kvtier's from then on. Until then it is somebody's: not a byte of it is written."""
+    device_marks: frozenset[str] = frozenset()
+    """What named the device that was taken (`kernel.block_device`): the path may name another one by now."""
 
 
 class Backend(Protocol):

@@ -8,50 +8,77 @@ never waits for an unmount: suspend, wipe the key, put an error target in its pl
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from kvtier_api.errors import EraseIncomplete, ForeignData, KernelError, KvtierError
+from kvtier_api.errors import EraseIncomplete, InsufficientSpace, KernelError, KvtierError, NotFound
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_api.volume import BackendName
-from kvtier_node.backends import image
+from kvtier_node.backends import image, raw_device
 from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
-from kvtier_node.kernel import bounded, loop
+from kvtier_node.kernel import block_device, bounded, device_mapper, loop
+from kvtier_node.kernel.processes import start_time
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.receipts import Step, Technique
-from kvtier_node.sampling import Range
+from kvtier_node.sampling import BLOCK_BYTES, Range
 
 __all__ = ["DmCrypt"]
 
 _LIMIT_S: Final = 60.0
-_ZERO_LIMIT_S: Final = 3600.0
 _FEATURES: Final = "^has_journal"
+_PROBE: Final = "kvtier-probe-"
 
 
-def _dmsetup(*arguments: str) -> str:
-    return bounded.run_tool(["dmsetup", *arguments], timeout_s=_LIMIT_S)
+def _open(device: str, name: str, cipher: str) -> dict[str, Any]:
+    """A new key, and the crypt device `name` with it on `device`."""
+    return bounded.call(
+        "kvtier_node.children.keys:open_dm_crypt", timeout_s=_LIMIT_S, device=device, name=name, cipher=cipher
+    )
 
 
-def _devices() -> dict[str, str]:
-    """Device mapper's devices now: name → (major:minor)."""
-    listing = _dmsetup("ls")
-    if listing.strip() in ("", "No devices found"):
-        return {}
-    return {line.split("\t")[0]: line.split("\t")[1].strip(" ()").replace(", ", ":") for line in listing.splitlines()}
+def _describe(name: str) -> device_mapper.Table:
+    """The live table, without its key: that never enters this process. Raises KernelError."""
+    answer = bounded.call("kvtier_node.children.crypt_device:describe", timeout_s=_LIMIT_S, name=name)["table"]
+    if answer is None:
+        raise KernelError("device mapper has no such device", obj=name)
+    return device_mapper.Table(**answer)
 
 
-def _table(name: str) -> list[str]:
-    """The live table of a device, with the key as the kernel has it. Zeros are compared, the text is never kept."""
-    return _dmsetup("table", "--showkeys", name).split()
+def _remove(name: str) -> None:
+    """Remove the device, or let the kernel do so when its last user goes: udevd, say, looks into each new one."""
+    bounded.run_tool(["dmsetup", "remove", "--deferred", name], timeout_s=_LIMIT_S)
 
 
-def _is_wiped(name: str) -> bool:
-    table = _table(name)
-    if table[2:3] == ["error"]:
-        return True
-    return table[2:3] == ["crypt"] and set(table[4]) <= {"0", "-"}
+def _remove_lost_probes() -> None:
+    """A probe's device outlives an agent that is killed within it. The name says whose it was."""
+    for name in device_mapper.names():
+        if not name.startswith(_PROBE):
+            continue
+        pid, _, started = name.removeprefix(_PROBE).partition("-")
+        try:
+            alive = str(start_time(int(pid))) == started
+        except NotFound:
+            alive = False
+        if not alive:
+            _remove(name)
+
+
+def _refuse_wrong_table(table: dict[str, Any] | None, request: VolumeRequest, backing: str) -> None:
+    """What the kernel has must be what was asked for: a path can come to name another device between a look and its use."""
+    fd = block_device.open_device(backing, os.O_RDONLY)
+    try:
+        number = os.fstat(fd).st_rdev
+    finally:
+        os.close(fd)
+    wanted = ("crypt", request.cipher, 512, f"{os.major(number)}:{os.minor(number)}")
+    found = table and (table["target"], table["cipher"], table["key_bits"], table["device"])
+    if found != wanted:
+        raise KernelError(
+            f"the kernel has {found}, not {wanted}",
+            obj=request.volume_id,
+            remedy="see dmsetup table, and what was renamed",
+        )
 
 
 class DmCrypt:
@@ -63,37 +90,20 @@ class DmCrypt:
         if os.geteuid() != 0:
             return Probe(False, "needs root for device mapper, loop devices and mounts")
         if device is not None:
-            try:
-                self._refuse_used_device(device)
-            except KvtierError as error:
-                return Probe(False, str(error))
-        try:
-            targets = _dmsetup("targets")
-        except KernelError as error:
-            return Probe(False, f"device mapper does not answer: {error.cause}")
-        if not any(line.startswith("crypt") for line in targets.splitlines()):
-            try:
-                bounded.run_tool(["modprobe", "dm-crypt"], timeout_s=_LIMIT_S)
-            except KernelError as error:
-                return Probe(False, f"the kernel has no dm-crypt target: {error.cause}")
+            os.close(raw_device.open_blank(device))  # ForeignData is no question of backends: it reaches the caller
         return self._probe_cipher()
 
     @staticmethod
     def _probe_cipher() -> Probe:
         """Open a small device with the real cipher and close it again: a target that is listed can still lack its cipher."""
         fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
-        name = f"kvtier-probe-{os.getpid()}"
+        name = f"{_PROBE}{os.getpid()}-{start_time(os.getpid())}"
         try:
+            _remove_lost_probes()
             os.ftruncate(fd, image.MIB)
             with loop.transient(fd) as device:
-                bounded.call(
-                    "kvtier_node.children.keys:open_dm_crypt",
-                    timeout_s=_LIMIT_S,
-                    device=device.path,
-                    name=name,
-                    cipher="aes-xts-plain64",
-                )
-                _dmsetup("remove", name)
+                _open(device.path, name, "aes-xts-plain64")
+                _remove(name)
         except (KvtierError, OSError) as error:
             return Probe(False, str(error))
         finally:
@@ -112,18 +122,11 @@ class DmCrypt:
             finally:
                 os.close(fd)
         else:
-            self._refuse_used_device(request.device)
-            note(facts={"device_taken": True})  # before this, a failure must not erase what is on it
-            backing = request.device
+            backing = self._take_device(request.device, request, note)
         note(device=backing)
-        answer = bounded.call(
-            "kvtier_node.children.keys:open_dm_crypt",
-            timeout_s=_LIMIT_S,
-            device=backing,
-            name=request.volume_id,
-            cipher=request.cipher,
-        )
+        answer = _open(backing, request.volume_id, request.cipher)
         note(key_id=str(answer["key_id"]), facts={"cipher": f"dm-crypt plain, {request.cipher}, 512-bit key"})
+        _refuse_wrong_table(answer["table"], request, backing)
         mapped = f"/dev/mapper/{request.volume_id}"
         image.make_file_system(mapped, features=_FEATURES)
         place.mkdir(MOUNT_NAME, 0o700).close()
@@ -136,30 +139,22 @@ class DmCrypt:
             root.mkdir(SLOTS_DIRECTORY, 0o700).close()
             root.chmod(0o711)
 
-    @staticmethod
-    def _refuse_used_device(device: str) -> None:
-        """A block device must be unused and blank: a sample of it all zero. Anything else is somebody's data."""
+    def _take_device(self, device: str, request: VolumeRequest, note: Note) -> str:
+        """Look at the device once more, and put on record which one it is; its path without links."""
+        fd = raw_device.open_blank(device)
         try:
-            fd = os.open(device, os.O_RDONLY | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise ForeignData(
-                f"the device cannot be had alone: {error.strerror}", obj=device, remedy="see lsblk who uses it"
-            ) from error
-        try:
-            if not stat.S_ISBLK(os.fstat(fd).st_mode):
-                raise ForeignData(
-                    "not a block device", obj=device, remedy="name a block device or an LV in spec.device"
+            needed, there = self.bytes_needed(request.slots_bytes), block_device.size_bytes(fd)
+            if needed > there:
+                raise InsufficientSpace(
+                    f"needs {needed} bytes, the device has {there}",
+                    obj=device,
+                    remedy="lower sizePerRank or ranks, or name a larger device",
                 )
-            size = os.lseek(fd, 0, os.SEEK_END)
-            result = image.read_back_file(fd, [Range(0, size)])
+            # Before this is on record a failure must not erase what is on the device.
+            note(facts={"device_taken": True, "device_marks": block_device.marks(fd)})
         finally:
             os.close(fd)
-        if result.empty != result.blocks:
-            raise ForeignData(
-                f"the device holds data ({result.sentence()})",
-                obj=device,
-                remedy="kvtier never overwrites what it did not write: blank it yourself (blkdiscard --zeroout) if it may go",
-            )
+        return os.path.realpath(device)
 
     def measure(self, place: Directory, request: VolumeRequest, key_id: str | None) -> Measurement:
         with image.mounted_root(place) as root:
@@ -174,120 +169,81 @@ class DmCrypt:
                 name = file.read().strip()
         except FileNotFoundError:
             return Measurement(False, "the mounted device is not a device mapper device", {"mounted": True})
-        table = _table(name)
+        table = _describe(name)
         facts = {
             "mounted": True,
             "dm_uuid": uuid,
-            "dm_target": table[2],
-            "dm_cipher": table[3] if table[2] == "crypt" else None,
+            "dm_target": table.target,
+            "dm_cipher": table.cipher or None,
         }
-        if table[2] != "crypt":
-            return Measurement(False, f"the device's target is {table[2]}, not crypt", facts)
-        return Measurement(True, f"dm-crypt {table[3]}, {len(table[4]) * 4}-bit key", facts)
+        if table.target != "crypt":
+            return Measurement(False, f"the device's target is {table.target or 'none'}, not crypt", facts)
+        if table.wiped:
+            return Measurement(False, "the kernel's key of the device is all zeros", facts)
+        return Measurement(True, f"dm-crypt {table.cipher}, {table.key_bits}-bit key", facts)
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
-        steps: list[Step] = []
         name = request.volume_id
-        if name in _devices():
-            if not _is_wiped(name):
-                _dmsetup("suspend", "--nolockfs", "--noflush", name)
-                _dmsetup("message", name, "0", "key", "wipe")
-                if not _is_wiped(name):
-                    raise EraseIncomplete(
-                        "the kernel still has the key after `key wipe`",
-                        obj=name,
-                        remedy="kvtier tries again; see dmsetup table",
-                    )
-                steps.append(Step("key-wiped", True, "dm-crypt: the table's key is all zeros"))
-            sectors = _table(name)[1]
-            if _table(name)[2] != "error":
-                _dmsetup("load", name, "--table", f"0 {sectors} error")
-            _dmsetup("resume", "--nolockfs", "--noflush", name)
-            if _table(name)[2] != "error":
-                raise EraseIncomplete(
-                    "the crypt target is still live", obj=name, remedy="kvtier tries again; see dmsetup table"
-                )
-            steps.append(
-                Step(
-                    "key-removed",
-                    True,
-                    "dm-crypt: the crypt target, and the key with it, is replaced by an error target",
-                )
+        answer = bounded.call("kvtier_node.children.crypt_device:destroy_key", timeout_s=_LIMIT_S, name=name)
+        if answer["left"] not in (None, "", "error") or answer["inactive"]:
+            raise EraseIncomplete(
+                f"the device's target is still {answer['left'] or 'about to be replaced'}",
+                obj=name,
+                remedy="kvtier tries again; see dmsetup table and dmsetup table --inactive",
             )
-        else:
-            steps.append(Step("key-removed", True, "device mapper has no such device: the kernel holds no key of it"))
+        steps = []
+        if answer["found"] == "crypt":
+            seen = "all zeros" if answer["wiped"] else "not zeros after the wipe; it went with its table"
+            steps.append(Step("key-wiped", True if answer["wiped"] else None, f"dm-crypt: the table's key was {seen}"))
+        gone = {
+            None: "device mapper has no such device: the kernel holds no key of it",
+            "": "dm-crypt: the device has no table, and no key with it",
+            "error": "dm-crypt: the crypt target, and the key with it, is replaced by an error target",
+        }
+        steps.append(Step("key-removed", True, gone[answer["left"]]))
         steps.append(image.unmount_volume(place))
         return steps
 
     def data_ranges(self, place: Directory, request: VolumeRequest) -> list[Range]:
-        fd = self._open_backing(place, request, os.O_RDONLY)
-        if fd is None:
-            return []
-        try:
-            return [Range(0, os.lseek(fd, 0, os.SEEK_END))]
-        finally:
-            os.close(fd)
-
-    @staticmethod
-    def _open_backing(place: Directory, request: VolumeRequest, flags: int) -> int | None:
-        """The raw bytes under the crypt device: the block device, or the image (None where it is gone)."""
-        if request.device is None:
-            return image.open_image(place, flags)
-        if not request.device_taken:
-            return None  # it was refused, or not looked at yet: what is on it is somebody's
-        return os.open(request.device, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if request.device is not None:
+            size = raw_device.size_of_taken(request) // BLOCK_BYTES * BLOCK_BYTES
+        else:
+            fd = image.open_image(place, os.O_RDONLY)
+            if fd is None:
+                return []
+            try:
+                size = os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+        return [Range(0, size)] if size else []
 
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
-        fd = self._open_backing(place, request, os.O_RDWR)
+        if request.device is not None:
+            return raw_device.read_back(request)
+        fd = image.open_image(place)
         if fd is None:
-            return [Step("read-back", None, "no image or device of the volume is left to read")]
+            return [Step("read-back", None, "no image of the volume is left to read")]
         try:
-            return image.read_back(fd, ranges or self.data_ranges(place, request))
+            return image.read_back(fd, ranges or [Range(0, os.fstat(fd).st_size)])
         finally:
             os.close(fd)
 
     def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
         steps = []
         name = request.volume_id
-        if name in _devices():
-            _dmsetup("remove", "--deferred", name)
-            left = name in _devices()
+        if device_mapper.exists(name):
+            _remove(name)
+            left = device_mapper.exists(name)
             steps.append(
                 Step(
                     "dm-remove",
                     None if left else True,
-                    "held by a mount elsewhere; goes with it" if left else "device removed",
+                    "held by a mount elsewhere; the kernel removes it with that mount" if left else "device removed",
                 )
             )
         if request.device is not None and request.device_taken:
-            steps.append(self._blank_device(request.device))
+            steps.append(raw_device.blank(request))
         return steps + image.release_image(place, request, discard=discard)
-
-    @staticmethod
-    def _blank_device(device: str) -> Step:
-        """Discard the device's blocks, and zero them where a discard does not: the next use must find it blank."""
-        try:
-            bounded.run_tool(["blkdiscard", device], timeout_s=_LIMIT_S)
-            how = "discarded"
-        except KernelError:
-            how = "zeroed, it takes no discard"
-            bounded.run_tool(["blkdiscard", "--zeroout", device], timeout_s=_ZERO_LIMIT_S)
-        fd = os.open(device, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            result = image.read_back_file(fd, [Range(0, os.lseek(fd, 0, os.SEEK_END))])
-            if result.empty != result.blocks:
-                how = "zeroed, a discard left bytes readable"
-                bounded.run_tool(["blkdiscard", "--zeroout", device], timeout_s=_ZERO_LIMIT_S)
-                result = image.read_back_file(fd, [Range(0, os.lseek(fd, 0, os.SEEK_END))])
-        finally:
-            os.close(fd)
-        if result.empty != result.blocks:
-            raise EraseIncomplete(
-                f"the device is not all zeros after the discard: {result.sentence()}",
-                obj=device,
-                remedy="kvtier tries again by itself; see the kernel log",
-            )
-        return Step("discard", True, f"{device} {how}; {result.sentence()}")
 
     def not_covered(self) -> list[str]:
         return [

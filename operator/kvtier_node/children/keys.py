@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvtier_api.errors import KernelError
+from kvtier_node.children import crypt_device
 from kvtier_node.kernel import detached, fscrypt, libc, memory
 
 __all__ = ["fscrypt_add", "fscrypt_remove", "new_key", "open_dm_crypt"]
@@ -71,7 +72,10 @@ def _policy_keys(root: int, slots: str) -> set[str]:
 
 
 def open_dm_crypt(*, fds: dict[str, int], device: str, name: str, cipher: str) -> dict[str, object]:
-    """Make a key and pipe it to `cryptsetup open --type plain`; the key's id (a labelled SHA-256) comes back."""
+    """Make a key and pipe it to `cryptsetup open --type plain`.
+
+    Its id (a labelled SHA-256) comes back, and what the kernel then has (`device_mapper.Table`, which holds no key).
+    """
     del fds
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with new_key(KEY_BYTES) as key:
@@ -94,4 +98,4 @@ def open_dm_crypt(*, fds: dict[str, int], device: str, name: str, cipher: str) -
             obj=device,
             remedy="the kernel needs dm-crypt and the cipher; see modprobe dm-crypt",
         )
-    return {"key_id": digest.hexdigest()[:32]}
+    return {"key_id": digest.hexdigest()[:32], **crypt_device.describe(fds={}, name=name)}

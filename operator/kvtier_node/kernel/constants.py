@@ -79,6 +79,7 @@ FS_IMMUTABLE_FL: Final = 0x10
 FS_JOURNAL_DATA_FL: Final = 0x4000
 FS_NOCOW_FL: Final = 0x00800000
 BLKDISCARD: Final = _ioc(0, 0x12, 119, 0)
+BLKZEROOUT: Final = _ioc(0, 0x12, 127, 0)
 BLKGETSIZE64: Final = _ior(0x12, 114, 8)
 BLKFLSBUF: Final = _ioc(0, 0x12, 97, 0)
 
@@ -105,6 +106,22 @@ LOOP_SET_STATUS64: Final = 0x4C04
 LOOP_GET_STATUS64: Final = 0x4C05
 LOOP_CONFIGURE: Final = 0x4C0A
 LOOP_CTL_GET_FREE: Final = 0x4C82
+
+# linux/dm-ioctl.h
+_DM_IOCTL: Final = 0xFD
+_DM_IOCTL_SIZE: Final = 312
+DM_DEV_SUSPEND: Final = _iowr(_DM_IOCTL, 6, _DM_IOCTL_SIZE)
+DM_TABLE_LOAD: Final = _iowr(_DM_IOCTL, 9, _DM_IOCTL_SIZE)
+DM_TABLE_CLEAR: Final = _iowr(_DM_IOCTL, 10, _DM_IOCTL_SIZE)
+DM_TABLE_STATUS: Final = _iowr(_DM_IOCTL, 12, _DM_IOCTL_SIZE)
+DM_TARGET_MSG: Final = _iowr(_DM_IOCTL, 14, _DM_IOCTL_SIZE)
+DM_SUSPEND_FLAG: Final = 1 << 1
+DM_STATUS_TABLE_FLAG: Final = 1 << 4
+DM_INACTIVE_PRESENT_FLAG: Final = 1 << 6
+DM_BUFFER_FULL_FLAG: Final = 1 << 8
+DM_SKIP_LOCKFS_FLAG: Final = 1 << 10
+DM_NOFLUSH_FLAG: Final = 1 << 11
+DM_SECURE_DATA_FLAG: Final = 1 << 15
 
 # linux/fscrypt.h
 FSCRYPT_POLICY_V1: Final = 0
