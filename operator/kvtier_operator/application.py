@@ -1,0 +1,89 @@
+"""The process: health and metrics all the time, the Lease when it is one's turn, and terms of office while it is held."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Final
+
+import structlog
+from lightkube import KubeConfig
+
+from kvtier_operator.election import Election
+from kvtier_operator.fence import Fence
+from kvtier_operator.health import serving
+from kvtier_operator.kube import Kube
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.settings import Settings
+from kvtier_operator.term import Term
+
+__all__ = ["run"]
+
+log = structlog.get_logger(__name__)
+_STOP_S: Final = 5.0
+_STUCK: Final = 1
+
+
+async def run(settings: Settings) -> int:
+    """Until SIGTERM or SIGINT (0), or until a term does not end although its fence is closed (1)."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stopping.set)
+    config = KubeConfig.from_file(settings.kubeconfig) if settings.kubeconfig else KubeConfig.from_env()
+    metrics = Metrics()
+    kube = Kube(config, metrics)
+    election = Election(
+        kube,
+        namespace=settings.lease_namespace,
+        name=settings.lease_name,
+        identity=settings.identity,
+        looked=metrics.alive,
+    )
+    async with serving(metrics, settings.host, settings.port, stalled_s=settings.stalled_s) as port:
+        log.info("started", identity=settings.identity, port=port, namespaces=settings.namespaces or "all")
+        try:
+            while not stopping.is_set():
+                fence = await _or_stop(election, stopping)
+                if fence is None:
+                    break
+                metrics.leading(True)
+                ended = await _serve_term(Term(settings, config, metrics, fence), election, fence, stopping)
+                metrics.leading(False)
+                if not ended:
+                    log.critical("the term does not end; leaving, so that a new process can begin")
+                    return _STUCK
+        finally:
+            await kube.close()
+    return 0
+
+
+async def _or_stop(election: Election, stopping: asyncio.Event) -> Fence | None:
+    acquiring = asyncio.create_task(election.acquire())
+    stop = asyncio.create_task(stopping.wait())
+    await asyncio.wait({acquiring, stop}, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if acquiring.done():
+        return acquiring.result()
+    acquiring.cancel()
+    await asyncio.gather(acquiring, return_exceptions=True)
+    return None
+
+
+async def _serve_term(term: Term, election: Election, fence: Fence, stopping: asyncio.Event) -> bool:
+    """Whether the term ended. The Lease is given back only after it did, so that two never act."""
+    term.start()
+    holding = asyncio.create_task(election.hold(fence))
+    while not (stopping.is_set() or holding.done() or term.ended.is_set()):
+        await asyncio.sleep(0.1)
+    term.stop()
+    ended = await asyncio.to_thread(term.ended.wait, _STOP_S)
+    lost = holding.done()
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    fence.close()
+    if ended and not lost:
+        await election.give_back()
+    if not stopping.is_set():
+        await asyncio.sleep(1)  # a term that fails at once must not spin
+    return ended

@@ -1,0 +1,168 @@
+"""The one way to the API server: lists, gets, and writes behind the fence, with errors of `problems` and a count of each.
+
+Plain dictionaries go in and come out. Watching is kopf's (`watching`). A client belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+
+import httpx2
+from lightkube import AsyncClient, KubeConfig
+from lightkube.core.exceptions import ApiError
+from lightkube.core.generic_client import BasicRequest
+from lightkube.types import PatchType
+
+from kvtier_operator.facts import Body
+from kvtier_operator.fence import Fence
+from kvtier_operator.kinds import Kind
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.names import FIELD_MANAGER
+from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
+
+__all__ = ["EVERYWHERE", "Kube"]
+
+EVERYWHERE: Final = "*"
+_TIMEOUT_S: Final = 4.0
+_CHUNK: Final = 500
+
+
+class Kube:
+    """`fence` None: reads, and the writes of the election itself, which need no fence."""
+
+    def __init__(self, config: KubeConfig, metrics: Metrics, fence: Fence | None = None) -> None:
+        self._client = AsyncClient(config=config.get(), timeout=httpx2.Timeout(_TIMEOUT_S), field_manager=FIELD_MANAGER)
+        self._metrics = metrics
+        self._fence = fence
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def list(
+        self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> AsyncIterator[Body]:
+        """All objects, in chunks, as the API server has them now (no resourceVersion: a quorum read). Raises ApiProblem."""
+        selectors: dict[str, Any] = {}
+        if labels:
+            selectors["labelSelector"] = labels
+        if fields:
+            selectors["fieldSelector"] = fields
+        selectors["limit"] = _CHUNK
+        while True:
+            page = await self._get(_url(kind, namespace), selectors, "list", kind)
+            for item in page.get("items") or ():
+                item.setdefault("apiVersion", page.get("apiVersion"))
+                item.setdefault("kind", str(page.get("kind", "")).removesuffix("List"))
+                yield item
+            following = (page.get("metadata") or {}).get("continue")
+            if not following:
+                return
+            selectors["continue"] = following
+
+    async def get(self, kind: Kind, name: str, namespace: str | None = None) -> Body:
+        return await self._get(f"{_url(kind, namespace)}/{name}", {}, "get", kind)
+
+    async def is_served(self, kind: Kind, namespace: str | None = None) -> bool:
+        """Whether the API server knows the kind."""
+        try:
+            await self._get(_url(kind, namespace), {"limit": 1}, "list", kind)
+        except Missing:
+            return False
+        return True
+
+    async def create(self, kind: Kind, body: Mapping[str, Any]) -> Body:
+        namespace = body["metadata"]["namespace"]
+        return await self._write("create", "POST", _url(kind, namespace), kind, body, "application/json")
+
+    async def replace(self, kind: Kind, body: Mapping[str, Any]) -> Body:
+        """With the body's resourceVersion as the precondition. Raises Conflict."""
+        meta = body["metadata"]
+        url = f"{_url(kind, meta['namespace'])}/{meta['name']}"
+        return await self._write("update", "PUT", url, kind, body, "application/json")
+
+    async def apply_status(self, kind: Kind, body: Mapping[str, Any]) -> Body:
+        """Server-side apply of the status. uid and resourceVersion in the body are preconditions. Raises Conflict."""
+        meta = body["metadata"]
+        url = f"{_url(kind, meta['namespace'])}/{meta['name']}/status"
+        return await self._write("apply", "PATCH", url, kind, body, PatchType.APPLY.value, {"force": "true"})
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Body:
+        url = f"{_url(kind, namespace)}/{name}"
+        return await self._write("patch", "PATCH", url, kind, patch, PatchType.MERGE.value)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, version: str) -> None:
+        """This very object in this very version, or nothing. Raises Conflict, Missing."""
+        options = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid, "resourceVersion": version},
+            "propagationPolicy": "Background",
+        }
+        url = f"{_url(kind, namespace)}/{name}"
+        await self._write("delete", "DELETE", url, kind, options, "application/json")
+
+    async def _get(self, url: str, params: Mapping[str, Any], verb: str, kind: Kind) -> dict[str, Any]:
+        return await self._send(BasicRequest("GET", url, kind, params=dict(params)), verb, kind)
+
+    async def _write(  # noqa: PLR0917
+        self,
+        verb: str,
+        method: str,
+        url: str,
+        kind: Kind,
+        body: Mapping[str, Any],
+        content_type: str,
+        params: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        if self._fence is not None:
+            self._fence.check()
+        query = {"fieldManager": FIELD_MANAGER, **(params or {})} if method != "DELETE" else {}
+        request = BasicRequest(method, url, kind, params=query, data=dict(body), headers={"Content-Type": content_type})
+        return await self._send(request, verb, kind)
+
+    async def _send(self, request: BasicRequest, verb: str, kind: Kind) -> dict[str, Any]:
+        # lightkube's adapter signs, refreshes tokens and decodes; its public calls know no delete with preconditions.
+        adapter: Any = self._client._client
+        started = time.monotonic()
+        code = "none"
+        try:
+            response = await adapter.send(adapter.build_adapter_request(request))
+            code = str(response.status_code)
+            adapter.raise_for_status(response)
+            answer = response.json()
+        except (httpx2.HTTPError, ValueError) as error:
+            raise _problem(error, request.url) from error
+        finally:
+            self._metrics.api_request(verb, kind.__name__, code, time.monotonic() - started)
+        return answer if isinstance(answer, dict) else {}
+
+
+def _url(kind: Kind, namespace: str | None) -> str:
+    info = kind._api_info
+    resource = info.resource
+    root = f"apis/{resource.group}/{resource.version}" if resource.group else f"api/{resource.version}"
+    where = f"/namespaces/{namespace}" if namespace not in (None, EVERYWHERE) else ""
+    return f"{root}{where}/{info.plural}"
+
+
+def _problem(error: Exception, obj: str) -> ApiProblem:
+    if not isinstance(error, httpx2.HTTPStatusError):
+        text = str(error) or type(error).__name__
+        return ApiProblem(f"no answer from the API server: {text}", obj=obj, remedy="tried again")
+    code = error.response.status_code
+    text = str(error)
+    if code == 404:
+        return Missing(text, obj=obj, code=code)
+    if code == 409:
+        status = error.status if isinstance(error, ApiError) else None
+        there = status is not None and status.reason == "AlreadyExists"
+        return (AlreadyThere if there else Conflict)(text, obj=obj, code=code)
+    if code in (400, 401, 403, 405, 413, 415, 422):
+        return Refused(text, obj=obj, code=code, remedy="see the roles and the version of the CRDs")
+    try:
+        wait_s = float(error.response.headers.get("Retry-After", "0"))
+    except ValueError:  # an HTTP date; the back-off is enough
+        wait_s = 0
+    return ApiProblem(text, obj=obj, code=code, retry_after_s=wait_s, remedy="tried again")

@@ -1,0 +1,45 @@
+"""What can go wrong between the controller and the API server, sorted by what is to be done about it.
+
+::
+
+    KvtierError
+    └── ApiProblem          try again, after a pause that grows (`retry_after_s`: at least that long)
+        ├── Conflict        read anew, decide anew
+        ├── AlreadyThere    somebody made it first: look at it
+        ├── Missing         the object, or its kind, is not there
+        └── Refused         the request itself does not hold, or is forbidden: trying again alone does not help
+    NotLeading              the Lease is lost: stop, write nothing
+"""
+
+from __future__ import annotations
+
+from kvtier_api.errors import KvtierError
+
+__all__ = ["AlreadyThere", "ApiProblem", "Conflict", "Missing", "NotLeading", "Refused"]
+
+
+class ApiProblem(KvtierError):
+    def __init__(self, cause: str, *, obj: str = "", remedy: str = "", code: int = 0, retry_after_s: float = 0) -> None:
+        super().__init__(cause, obj=obj, remedy=remedy)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class Conflict(ApiProblem):
+    pass
+
+
+class AlreadyThere(ApiProblem):
+    pass
+
+
+class Missing(ApiProblem):
+    pass
+
+
+class Refused(ApiProblem):
+    pass
+
+
+class NotLeading(KvtierError):
+    pass

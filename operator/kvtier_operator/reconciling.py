@@ -1,0 +1,269 @@
+"""Does what `planning` says for one tier, step by step, each step guarded by the version of the object it was decided on.
+
+What a write returns goes into the view at once, and the plan is made anew until nothing is left to do. A conflict or a missing
+object means that memory was old: the objects are read again, and so is the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Final
+
+import structlog
+
+from kvtier_api.errors import InvalidResource
+from kvtier_api.volume import VolumeState
+from kvtier_operator import writing
+from kvtier_operator.announcing import Announcement
+from kvtier_operator.event_poster import EventPoster
+from kvtier_operator.event_reasons import EventReason
+from kvtier_operator.facts import (
+    ErasureFacts,
+    Key,
+    TierFacts,
+    VolumeFacts,
+    erasure_facts,
+    tier_facts,
+    volume_facts,
+)
+from kvtier_operator.history import DEFAULT_LIMIT
+from kvtier_operator.kinds import ERASURES, TIERS, VOLUMES
+from kvtier_operator.kube import Kube
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.places import Place
+from kvtier_operator.planning import Plan, Snapshot, own_places, plan
+from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
+from kvtier_operator.releasing import VolumeStep, holds
+from kvtier_operator.view import View
+
+__all__ = ["Reconciler"]
+
+log = structlog.get_logger(__name__)
+_ROUNDS: Final = 4
+_GONE: Final = 2**63
+
+
+class Reconciler:
+    def __init__(
+        self,
+        kube: Kube,
+        view: View,
+        poster: EventPoster,
+        metrics: Metrics,
+        *,
+        history_limit: int = DEFAULT_LIMIT,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._kube = kube
+        self._view = view
+        self._poster = poster
+        self._metrics = metrics
+        self._history_limit = history_limit
+        self._now = now
+        self._seen: dict[Key, dict[str, VolumeState | None]] = {}
+        self._said: dict[Key, set[Announcement]] = {}
+        self._unrecordable: set[str] = set()
+
+    def begin(self) -> None:
+        """What is there when this controller begins is no news."""
+        for volume in self._view.all_volumes():
+            self._seen.setdefault(volume.tier, {})[volume.uid] = volume.state
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring one tier to rest. Returns the seconds after which to look again, or None. Raises ApiProblem, NotLeading."""
+        for _ in range(_ROUNDS):
+            todo = plan(self._snapshot(key))
+            if todo.is_empty:
+                self._measure(key)
+                return todo.again_in_s
+            try:
+                await self._do(key, todo)
+            except (Conflict, Missing) as error:
+                log.info("memory was old", tier=_name(key), error=str(error))
+                await self._read_again(key)
+        raise ApiProblem(
+            "the plan does not come to rest",
+            obj=_name(key),
+            remedy="the API server stores something else than was written",
+        )
+
+    def _snapshot(self, key: Key) -> Snapshot:
+        volumes = self._view.volumes(key)
+        return Snapshot(
+            key=key,
+            now=self._now(),
+            tier=self._view.tier(key),
+            volumes=volumes,
+            erasures=self._view.erasures(key),
+            around=self._view.surroundings(volumes),
+            seen=self._seen.get(key, {}),
+            said=self._said.get(key, ()),
+            unrecordable=self._unrecordable,
+            history_limit=self._history_limit,
+        )
+
+    async def _do(self, key: Key, todo: Plan) -> None:
+        tier = self._view.tier(key)
+        if todo.hold_tier and tier is not None:
+            patch = writing.held(list(tier.meta.finalizers), tier.meta.resource_version)
+            self._view.take(tier_facts(await self._kube.merge(TIERS, *key, patch)))
+        for place, step in todo.volume_steps:
+            await self._volume_step(place, step)
+        for request, request_status in todo.requests:
+            body = await self._kube.apply_status(ERASURES, writing.erasure_status(request, request_status))
+            self._view.take(erasure_facts(body))
+        tier = self._view.tier(key)
+        if todo.tier_status is not None and tier is not None:
+            body = await self._kube.apply_status(TIERS, writing.tier_status(tier, todo.tier_status))
+            self._view.take(tier_facts(body))
+        await self._announce(key, todo)
+        for erasure in todo.forget_erasures:
+            await self._forget_erasure(erasure)
+        for place in todo.forget_volumes:
+            await self._forget_volume(place.volume)
+        if todo.release_tier:
+            await self._release(key)
+            for announcement in todo.announcements:
+                if announcement.reason is EventReason.DELETION_DONE:
+                    await self._post(announcement)
+
+    async def _volume_step(self, place: Place, step: VolumeStep) -> None:
+        volume = place.volume
+        log.info("volume step", step=step.name, volume=volume.name, tier=_name(volume.tier))
+        match step:
+            case VolumeStep.HOLD:
+                patch = writing.held(list(volume.finalizers), volume.version)
+                self._view.take(volume_facts(await self._kube.merge(VOLUMES, *volume.key, patch)))
+            case VolumeStep.ABANDON:
+                body = writing.abandoned(volume, place.unheard, self._now())
+                self._view.take(volume_facts(await self._kube.apply_status(VOLUMES, body)))
+            case VolumeStep.RECORD_KEYS_LOST:
+                await self._record_keys_lost(place)
+            case VolumeStep.RELEASE:
+                patch = writing.released(list(volume.finalizers), volume.version)
+                fact = volume_facts(await self._kube.merge(VOLUMES, *volume.key, patch))
+                if fact.finalizers:
+                    self._view.take(fact)
+                else:
+                    self._view.drop(VolumeFacts, volume.key, _GONE)
+
+    async def _record_keys_lost(self, place: Place) -> None:
+        body = writing.keys_lost_record(place.volume, place.keys_lost)
+        try:
+            made = await self._kube.create(ERASURES, body)
+        except AlreadyThere:  # this controller, or the one before it, was stopped between the two writes
+            made = await self._kube.get(ERASURES, body["metadata"]["name"], place.volume.namespace)
+        except (
+            Refused
+        ) as error:  # a namespace that is being deleted takes no new objects; it must not wait for this one
+            log.warning("no record of lost keys", volume=place.volume.name, proof=place.keys_lost, error=str(error))
+            self._unrecordable.add(body["metadata"]["name"])
+            return
+        fact = erasure_facts(made)
+        if not fact.is_complete:
+            status = writing.keys_lost_status(made, place.volume, place.keys_lost, self._now())
+            fact = erasure_facts(await self._kube.apply_status(ERASURES, status))
+        self._view.take(fact)
+
+    async def _announce(self, key: Key, todo: Plan) -> None:
+        """Events are told on a best-effort basis: what they say is in the status. A failure is logged and counted."""
+        for announcement in todo.announcements:
+            if announcement.reason is not EventReason.DELETION_DONE:  # not done before `_release` looked
+                await self._post(announcement)
+            if announcement.reason is EventReason.ABANDON_REFUSED:
+                self._said.setdefault(key, set()).add(announcement)
+        self._seen[key] = {volume.uid: volume.state for volume in self._view.volumes(key)}
+
+    async def _post(self, announcement: Announcement) -> None:
+        try:
+            await self._poster.post(announcement)
+        except ApiProblem as error:
+            log.warning("event not posted", reason=announcement.reason.value, error=str(error))
+
+    async def _forget_erasure(self, erasure: ErasureFacts) -> None:
+        try:
+            await self._kube.delete(ERASURES, erasure.namespace, erasure.name, uid=erasure.uid, version=erasure.version)
+        except Missing:
+            pass  # gone already, which is what was wanted
+        self._view.drop(ErasureFacts, erasure.key, _GONE)
+
+    async def _forget_volume(self, volume: VolumeFacts) -> None:
+        try:
+            await self._kube.delete(VOLUMES, volume.namespace, volume.name, uid=volume.uid, version=volume.version)
+        except Missing:
+            self._view.drop(VolumeFacts, volume.key, _GONE)
+            return
+        await self._read_volume(volume.key)
+
+    async def _release(self, key: Key) -> None:
+        """The last step of a deletion. Memory is not trusted: the volumes are read from the API server first."""
+        fresh = [
+            volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=f"spec.tierRef.name={key[1]}")
+        ]
+        for volume in fresh:
+            self._view.take(volume)
+        tier = self._view.tier(key)
+        if tier is None:
+            return
+        waiting = holds(own_places(tier, fresh, self._view.surroundings(fresh)))
+        if waiting:
+            raise Conflict(f"{waiting[0].place.volume.name} still holds the tier: {waiting[0].why}", obj=_name(key))
+        patch = writing.released(list(tier.meta.finalizers), tier.meta.resource_version)
+        body = await self._kube.merge(TIERS, *key, patch)
+        log.info("tier released", tier=_name(key))
+        if body["metadata"].get("finalizers"):
+            self._view.take(tier_facts(body))
+        else:
+            self._view.drop(TierFacts, key, _GONE)
+
+    async def _read_again(self, key: Key) -> None:
+        """The tier and all that belongs to it, from the API server."""
+        try:
+            self._view.take(tier_facts(await self._kube.get(TIERS, key[1], key[0])))
+        except Missing:
+            self._view.drop(TierFacts, key, _GONE)
+        fields = f"spec.tierRef.name={key[1]}"
+        volumes = [volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=fields)]
+        for volume in volumes:
+            self._view.take(volume)
+        for known in self._view.volumes(key):
+            if known.key not in {volume.key for volume in volumes}:
+                self._view.drop(VolumeFacts, known.key, _GONE)
+        erasures = set()
+        async for body in self._kube.list(ERASURES, key[0], fields=fields):
+            try:
+                fact = erasure_facts(body)
+            except InvalidResource as error:
+                log.warning("an erasure cannot be read", error=str(error))
+                continue
+            erasures.add(fact.key)
+            self._view.take(fact)
+        for erasure in self._view.erasures(key):
+            if erasure.key not in erasures:
+                self._view.drop(ErasureFacts, erasure.key, _GONE)
+
+    async def _read_volume(self, key: Key) -> None:
+        try:
+            self._view.take(volume_facts(await self._kube.get(VOLUMES, key[1], key[0])))
+        except Missing:
+            self._view.drop(VolumeFacts, key, _GONE)
+
+    def _measure(self, key: Key) -> None:
+        """Figures of a tier at rest, and an end to what is remembered of one that is gone."""
+        tier = self._view.tier(key)
+        self._metrics.tiers(self._view.tier_count())
+        volumes = self._view.volumes(key)
+        if tier is not None and tier.status is not None:
+            around = self._view.surroundings(volumes)
+            silent = sum(1 for place in own_places(tier, volumes, around) if place.unheard)
+            self._metrics.tier(key, tier.status, silent)
+        elif tier is None:
+            self._metrics.tier_gone(key)
+            self._said.pop(key, None)
+            if not volumes:
+                self._seen.pop(key, None)
+
+
+def _name(key: Key) -> str:
+    return "/".join(key)

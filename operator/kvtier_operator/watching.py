@@ -1,0 +1,123 @@
+"""The kopf side: which objects are watched, and the thin handlers that turn each event into a fact and tiers to look at.
+
+Level-based: `on.event` alone, no finalizer, no annotation, no patch by kopf. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import kopf
+import structlog
+
+from kvtier_api.erasure import KVCacheErasure
+from kvtier_api.errors import InvalidResource
+from kvtier_api.meta import GROUP, VERSION
+from kvtier_api.tier import KVCacheTier
+from kvtier_api.volume import KVCacheVolume
+from kvtier_operator.facts import (
+    AgentFacts,
+    Body,
+    ErasureFacts,
+    Key,
+    NodeFacts,
+    TierFacts,
+    VolumeFacts,
+    agent_facts,
+    erasure_facts,
+    key_of,
+    node_facts,
+    tier_facts,
+    volume_facts,
+)
+from kvtier_operator.names import FINALIZER
+from kvtier_operator.settings import Settings
+from kvtier_operator.view import Fact, View
+
+__all__ = ["Feed", "operator_settings", "registry"]
+
+log = structlog.get_logger(__name__)
+_PREFIX: Final = "controller.kvtier.dev"
+_LAST_ERROR_S: Final = 30.0
+
+
+class Feed:
+    """What an event does: the view takes it, and the tiers that it concerns are queued."""
+
+    def __init__(self, view: View, queue: Callable[[Key], None], recorded: Callable[[str], None]) -> None:
+        self._view = view
+        self._queue = queue
+        self._recorded = recorded
+
+    def event(self, kind: type[Fact], parse: Callable[[Body], Fact], event_type: str | None, body: Body) -> None:
+        try:
+            if event_type == "DELETED":
+                key = ("", str(body["metadata"]["name"])) if kind is NodeFacts else key_of(body)
+                concerned = self._view.drop(kind, key, int(body["metadata"]["resourceVersion"]))
+            else:
+                fact = parse(body)
+                concerned = self._view.take(fact)
+                if concerned and event_type == "ADDED" and isinstance(fact, ErasureFacts) and fact.is_record:
+                    self._recorded(fact.spec.trigger.value)
+        except InvalidResource as error:
+            log.warning("an object cannot be read", kind=kind.__name__, error=str(error))
+            return
+        for tier in concerned:
+            self._queue(tier)
+
+
+def registry(feed: Feed, settings: Settings) -> kopf.OperatorRegistry:
+    """Handlers on a registry of their own, so that a process can begin anew after the Lease was lost."""
+    found = kopf.OperatorRegistry()
+
+    def watch(group: str, version: str, plural: str, kind: type[Fact], parse: Callable[[Body], Fact]) -> None:
+        async def handler(type: str | None, event: Mapping[str, Any], **_: Any) -> None:  # noqa: A002 (kopf's name)
+            feed.event(kind, parse, type, event["object"])
+
+        kopf.on.event(group, version, plural, id=f"{plural}-event", registry=found)(handler)
+
+    watch(GROUP, VERSION, KVCacheTier.plural, TierFacts, tier_facts)
+    watch(GROUP, VERSION, KVCacheVolume.plural, VolumeFacts, volume_facts)
+    watch(GROUP, VERSION, KVCacheErasure.plural, ErasureFacts, erasure_facts)
+    watch("", "v1", "nodes", NodeFacts, node_facts)
+    if settings.agent_selector:
+        watch("", "v1", "pods", AgentFacts, agent_facts)
+
+    login = kopf.login_with_kubeconfig if settings.kubeconfig else _login
+    kopf.on.login(id="login", registry=found)(login)
+    return found
+
+
+def _login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
+    return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+
+
+class _ForEver:
+    """Pauses between attempts, without end: an API server that is away is waited for, by a process that stays."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+        while True:
+            yield _LAST_ERROR_S
+
+
+def operator_settings(settings: Settings) -> kopf.OperatorSettings:
+    found = kopf.OperatorSettings()
+    found.scanning.disabled = True
+    found.posting.enabled = False
+    found.peering.standalone = True
+    found.persistence.finalizer = FINALIZER
+    found.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=_PREFIX)
+    found.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=_PREFIX)
+    found.networking.error_backoffs = _ForEver()
+    found.networking.request_timeout = 30
+    found.networking.connect_timeout = 5
+    found.watching.server_timeout = 300
+    found.watching.client_timeout = 330
+    found.watching.connect_timeout = 5
+    found.watching.chunk_size = 500
+    found.queueing.idle_timeout = 1.0
+    if settings.agent_selector:
+        found.watching.label_selectors["", "v1", "pods"] = settings.agent_selector
+    return found

@@ -1,0 +1,83 @@
+"""A queue of keys: each at most once, never one key in two hands, failures after a pause that grows."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Hashable
+from typing import Final, Generic, TypeVar
+
+__all__ = ["WorkQueue"]
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+_FIRST_S: Final = 0.2
+_LONGEST_S: Final = 60.0
+
+
+class WorkQueue(Generic[KeyT]):
+    """Used from one event loop. A key that is added while it is worked on comes back afterwards."""
+
+    def __init__(self) -> None:
+        self._ready: asyncio.Queue[KeyT] = asyncio.Queue()
+        self._queued: set[KeyT] = set()
+        self._working: set[KeyT] = set()
+        self._again: set[KeyT] = set()
+        self._timers: dict[KeyT, asyncio.TimerHandle] = {}
+        self._failures: dict[KeyT, int] = {}
+
+    def add(self, key: KeyT) -> None:
+        if key in self._working:
+            self._again.add(key)
+        elif key not in self._queued:
+            self._queued.add(key)
+            self._ready.put_nowait(key)
+
+    def add_after(self, key: KeyT, delay_s: float) -> None:
+        """In `delay_s` seconds at the latest: an earlier time that was asked for stays."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + delay_s
+        timer = self._timers.get(key)
+        if timer is not None and timer.when() <= due:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._timers[key] = loop.call_at(due, self._due, key)
+
+    def _due(self, key: KeyT) -> None:
+        self._timers.pop(key, None)
+        self.add(key)
+
+    async def take(self) -> KeyT:
+        key = await self._ready.get()
+        self._queued.discard(key)
+        self._working.add(key)
+        return key
+
+    def done(self, key: KeyT) -> None:
+        """The work on `key` succeeded."""
+        self._failures.pop(key, None)
+        self._finish(key)
+
+    def failed(self, key: KeyT, *, at_least_s: float = 0) -> float:
+        """It did not: `key` comes back after a pause. Returns the pause in seconds."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        pause_s: float = max(at_least_s, min(_LONGEST_S, _FIRST_S * 2 ** min(count - 1, 16)) * random.uniform(0.8, 1.2))  # noqa: S311
+        # What asked for it meanwhile waits with it: a key that fails must not spin.
+        self._again.discard(key)
+        self._working.discard(key)
+        self.add_after(key, pause_s)
+        return pause_s
+
+    def _finish(self, key: KeyT) -> None:
+        self._working.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self.add(key)
+
+    def close(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def __len__(self) -> int:
+        return len(self._queued) + len(self._working)
