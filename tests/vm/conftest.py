@@ -17,6 +17,7 @@ if str(_HERE / "harness") not in sys.path:
     sys.path.insert(0, str(_HERE / "harness"))
 
 if TYPE_CHECKING:
+    from uml.agentnode import AgentNode
     from uml.kernel import Kernel
     from uml.machine import Machine
 
@@ -59,5 +60,16 @@ def make_disk(tmp_path: Path) -> Callable[..., Path]:
         with open(path, "xb") as file:
             file.truncate(size_mib << 20)
         return path
+
+    return make
+
+
+@pytest.fixture
+def new_node(boot: Callable[..., Machine], tmp_path: Path) -> Callable[..., AgentNode]:
+    """`new_node(kind="ext4")`: a node for the agent, with an empty disk, not yet booted."""
+    from uml.agentnode import AgentNode, make_node_disk
+
+    def make(kind: str = "ext4", **options: Any) -> AgentNode:
+        return AgentNode(make_node_disk(tmp_path / "node.img", kind), boot, kind=kind, **options)
 
     return make

@@ -19,17 +19,6 @@ SHARDS = 10
 LIFE_ARROWS = 7
 
 
-@pytest.fixture
-def new_node(boot, tmp_path):
-    """`new_node()`: a node with an empty disk, not yet booted."""
-    from uml.agentnode import AgentNode, make_node_disk
-
-    def make(**options):
-        return AgentNode(make_node_disk(tmp_path / "node.img", options.get("kind", "ext4")), boot, **options)
-
-    return make
-
-
 def test_a_life_without_a_cut_takes_every_arrow_and_leaves_nothing_on_the_disk(new_node):
     from uml.agentnode import LIFE, after_a_power_cut, arrows
 

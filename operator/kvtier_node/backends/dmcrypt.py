@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvtier_api.errors import EraseIncomplete, InsufficientSpace, KernelError, KvtierError, NotFound
+from kvtier_api.errors import EraseIncomplete, ForeignData, InsufficientSpace, KernelError, KvtierError, NotFound
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import image, raw_device
@@ -202,7 +202,23 @@ class DmCrypt:
         }
         steps.append(Step("key-removed", True, gone[answer["left"]]))
         steps.append(image.unmount_volume(place))
+        if answer["left"] == "error":
+            steps += self._drop_pages(f"/dev/mapper/{name}")
         return steps
+
+    @staticmethod
+    def _drop_pages(mapped: str) -> list[Step]:
+        """What a mount elsewhere keeps in memory, in the clear. Nothing where the volume has no other mount."""
+        try:
+            os.close(block_device.open_alone(mapped, os.O_RDONLY))
+        except ForeignData:
+            answer = bounded.call(
+                "kvtier_node.children.cached_pages:drop", timeout_s=_LIMIT_S, source=mapped, directory=SLOTS_DIRECTORY
+            )
+            left, unknown = answer["pages"], answer["unknown"]
+            said = f"{answer['files']} files, {left} pages left" + (f", {unknown} files unknown" if unknown else "")
+            return [Step("cached-pages", None if left or unknown else True, f"held by a mount elsewhere: {said}")]
+        return []
 
     def data_ranges(self, place: Directory, request: VolumeRequest) -> list[Range]:
         if request.device is not None:

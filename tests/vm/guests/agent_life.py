@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 
 import agent_node
+from umlguest import channel
+
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.guarding import wait_for_end
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.provisioning import provision, start
 from kvtier_node.recovery import recover
-from umlguest import channel
 
 USER = 1000
 CONSUMER = Path(__file__).with_name("agent_consumer.py")

@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from umlguest import blockdev, channel
+
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.backends import dmcrypt
 from kvtier_node.children.keys import _KEY_ID_LABEL
-from kvtier_node.kernel import bounded
+from kvtier_node.kernel import bounded, device_mapper
 from kvtier_node.kernel.processes import boot_id
 from kvtier_node.ledger import Transition
 from kvtier_node.node import Node
 from kvtier_node.receipts import PLACE_NAME, export_chain, read_place, verify_chain
 from kvtier_node.recovery import open_node
-from umlguest import blockdev, channel
 
 DISK = "/dev/ubdb"
 NODE = Path("/mnt/node")
@@ -128,7 +129,7 @@ def receipts(node: Node) -> dict[str, Any]:
 
 def left_over() -> list[str]:
     """Device mapper devices, loop devices with an image, and mounts below the node's disk."""
-    found = [f"dm device {(path / 'dm/name').read_text().strip()}" for path in Path("/sys/block").glob("dm-*")]
+    found = [f"dm device {name}" for name in device_mapper.names()]
     found += [f"loop device {path.parents[1].name}" for path in Path("/sys/block").glob("loop*/loop/backing_file")]
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return found + [f"mount {point}" for point in mounts if point.startswith(f"{NODE}/")]

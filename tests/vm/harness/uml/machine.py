@@ -5,7 +5,8 @@
         machine.cut()
 
 `script` is a Python file that runs as root inside; it sees the host's file tree read-only, `disks` as /dev/ubdb,
-/dev/ubdc, …, and reports with `umlguest.channel`. `cut()` returns when no process of the machine is left: what it
+/dev/ubdc, …, and reports with `umlguest.channel`. `serials`: serial numbers by the disks' file names, where a test wants
+them. `cut()` returns when no process of the machine is left: what it
 had issued to a disk is in the image, its memory is gone. Several machines may run at once, each with a work folder
 of its own; a work folder holds the images and nothing precious, since the guest can write there.
 Leaves namespaces and the killing to `launcher`, what is inside to `umlguest`.
@@ -65,6 +66,7 @@ class Machine:
     script: Path
     kernel: Kernel
     disks: Sequence[Path] = ()
+    serials: Mapping[str, str] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mib: int = 384
@@ -232,7 +234,8 @@ class Machine:
             path = disk.resolve()
             if not path.is_relative_to(self.work):
                 raise ValueError(f"disk {path} is outside the work folder {self.work}, the only place it may write")
-            disks.append(f"ubd{letter}={path}")
+            # `ubd<n>=<file>,<backing file>,<serial>`: what sysfs then shows as /sys/block/ubd<n>/serial
+            disks.append(f"ubd{letter}={path}" + (f",,{serial}" if (serial := self.serials.get(path.name)) else ""))
         argv = [
             str(self.kernel.linux),
             f"mem={self.memory_mib}M",
