@@ -40,7 +40,7 @@ class StoreConfig:
     slots: int | None = None
     seal_slots: bool = True
     eviction: Literal["lru", "arc"] = "lru"
-    io_threads: int = 4
+    io_depth: int = 4
     run_bytes: int = 1 << 20
     direct: bool = True
     harden_process: bool = True
@@ -65,7 +65,7 @@ class StoreConfig:
         )
         require(self.max_age_s > 0, "max_age_s", self.max_age_s, "more than 0 s")
         require(self.slots is None or self.slots > 0, "slots", self.slots, "at least 1")
-        require(self.io_threads > 0, "io_threads", self.io_threads, "at least 1")
+        require(self.io_depth > 0, "io_depth", self.io_depth, "at least 1")
         require(
             self.seal_slots or self.salt_policy != "PerTenant", "salt_policy", self.salt_policy, "PerTenant needs seals"
         )

@@ -85,7 +85,7 @@ class SlotStore:
             file.min_bytes = slots * size
         self._book = SlotBook(config=config, slots=slots, keys=self._keys)
         self._staging = StagingRing(
-            count=config.io_threads + 1, run_bytes=self._book.run_slots * size, slot_size_bytes=size
+            count=config.io_depth + 1, run_bytes=self._book.run_slots * size, slot_size_bytes=size
         )
         self._transfer = Transfer(
             keys=self._keys,
@@ -99,7 +99,7 @@ class SlotStore:
         self._idle = threading.Condition()
         self._stop = threading.Event()
         self._board = JobBoard(config.on_finished)
-        self._threads = IoThreads(config.io_threads, "kvtier-io")
+        self._threads = IoThreads(config.io_depth, "kvtier-io")
         self._timer = threading.Thread(target=self._keep_time, name="kvtier-timer", daemon=True)
         self._timer.start()
         fork_guard.guard(self)

@@ -41,9 +41,10 @@ class Transfer:
         self._binding = binding
         self._size = slot_size_bytes
         self._sealed = sealed
-        # Small slots are sealed by one thread at a time: it does several GB/s, and more of them would spend their time
-        # on handing the interpreter lock to each other. Large ones leave the interpreter alone.
-        few = 1 if slot_size_bytes < _SMALL_SLOT_BYTES else max(1, os.cpu_count() or 1)
+        # More sealing threads than processors would only hand the interpreter lock, and the caches, to each other; with
+        # small slots that begins at two.
+        cores = os.cpu_count() or 1
+        few = min(2, cores) if slot_size_bytes < _SMALL_SLOT_BYTES else cores
         self._sealers = threading.BoundedSemaphore(few)
 
     def store(self, run: Run, position: int, rank: int, file: SlotFile) -> list[bytes] | None:

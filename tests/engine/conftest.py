@@ -48,7 +48,7 @@ def open_store(slot_files: Callable[..., tuple[str, ...]]) -> Iterator[Callable[
             "salt_policy": "Required",
             "max_age_s": 3600.0,
             "harden_process": False,
-            "io_threads": 2,
+            "io_depth": 2,
         }
         paths = files or slot_files(ranks, slots=slots, slot_size_bytes=size)
         store = SlotStore(StoreConfig(files=paths, **(defaults | options)))

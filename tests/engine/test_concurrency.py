@@ -44,7 +44,7 @@ def _together(*acts: Callable[[], None]) -> None:
 def test_readers_writers_evictors_and_erasers_see_whole_blocks_or_misses(
     open_store: Opener, eviction: str, sealed: bool
 ) -> None:
-    store = open_store(2, slots=12, eviction=eviction, seal_slots=sealed, io_threads=4, run_bytes=4 * SLOT_BYTES)
+    store = open_store(2, slots=12, eviction=eviction, seal_slots=sealed, io_depth=4, run_bytes=4 * SLOT_BYTES)
 
     def work(number: int) -> None:
         chance = random.Random(number)
@@ -79,7 +79,7 @@ def test_readers_writers_evictors_and_erasers_see_whole_blocks_or_misses(
 
 
 def test_jobs_of_many_threads_are_each_reported_once(open_store: Opener) -> None:
-    store = open_store(slots=64, io_threads=4)
+    store = open_store(slots=64, io_depth=4)
     seen: list[int] = []
 
     def submit(number: int) -> None:
@@ -101,7 +101,7 @@ def test_jobs_of_many_threads_are_each_reported_once(open_store: Opener) -> None
 def test_closing_under_load_ends_every_job_and_writes_to_no_foreign_descriptor(
     open_store: Opener, tmp_path: Path, turn: int
 ) -> None:
-    store = open_store(slots=16, io_threads=3)
+    store = open_store(slots=16, io_depth=3)
     path = tmp_path / "bystander"
     path.touch()
     submitted: list[int] = []

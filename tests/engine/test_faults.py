@@ -25,7 +25,7 @@ import json, sys
 from kvtier_engine import SlotStore, StoreConfig
 path, size, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = SlotStore(StoreConfig(files=(path,), ranks=(0,), slot_size_bytes=size, tier_uid="t", volume_id="v",
-    salt_policy="Required", max_age_s=3600, io_threads=1, run_bytes=size, quarantine_s=3600))
+    salt_policy="Required", max_age_s=3600, io_depth=1, run_bytes=size, quarantine_s=3600))
 puts, gets, wrong = [], [], 0
 for k in range(rounds):
     puts.append(store.put(bytes([k]), [bytes([k]) * size], tenant=b"a").value)
@@ -212,7 +212,7 @@ def test_a_quarantined_slot_comes_back_after_its_time(open_store: Opener, clock:
 
 
 def test_an_error_that_nobody_foresaw_fails_the_job_and_not_the_thread(open_store: Opener) -> None:
-    store = open_store(io_threads=1)
+    store = open_store(io_depth=1)
     write = store._files[0].write
 
     def broken(offset: int, views: Any) -> None:

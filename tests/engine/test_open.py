@@ -49,7 +49,7 @@ def _volume(root: Path, ranks: int = 2, **fields: Any) -> str:
 
 
 def _open(path: str, **options: Any) -> SlotStore:
-    return SlotStore.open(path, nonce=options.pop("nonce", NONCE), harden_process=False, io_threads=1, **options)
+    return SlotStore.open(path, nonce=options.pop("nonce", NONCE), harden_process=False, io_depth=1, **options)
 
 
 def test_all_ranks_or_one_are_opened_as_the_marker_says(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_sealed_slot_fills_its_slot_with_ciphertext_also_when_the_block_is_sho
 
 
 def test_an_unsealed_slot_is_padded_with_zeros_and_not_with_what_the_staging_buffer_held(open_store: Opener) -> None:
-    store = open_store(seal_slots=False, io_threads=1)
+    store = open_store(seal_slots=False, io_depth=1)
     for k in range(6):
         unaligned = memoryview(bytearray(SLOT_BYTES + 1))[1:]
         unaligned[:] = block("canary")

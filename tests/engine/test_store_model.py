@@ -43,7 +43,7 @@ class StoreMachine(RuleBasedStateMachine):
                 salt_policy="Required",
                 max_age_s=AGE,
                 seal_slots=sealed,
-                io_threads=1,
+                io_depth=1,
                 harden_process=False,
                 clock=self.clock,
             )
