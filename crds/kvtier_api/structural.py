@@ -57,7 +57,9 @@ def _property(schema: dict[str, Any], definitions: dict[str, Any], *, optional: 
     # The API server fills defaults in only where the object around them exists. A part that pydantic makes by itself
     # (optional, and not a union with null) therefore exists from the start.
     if optional and "properties" in found and not found.get("required") and "anyOf" not in schema:
-        found["default"] = {}
+        # Written out: the API server evaluates rules on a default as it stands, before it fills in the defaults within.
+        parts = found["properties"].items()
+        found["default"] = {name: part["default"] for name, part in parts if "default" in part}
     return found
 
 

@@ -1,0 +1,48 @@
+"""Fixtures: one control plane for the session, with kvtier's CRDs; a namespace for each test."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from requirements import missing
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from api_client import Api
+from controlplane import TOOLS, ControlPlane, binary, install_crds
+
+
+def need_tools(*names: str) -> None:
+    for name in names:
+        if binary(name) is None:
+            missing(f"{name} (make cluster-tools)")
+
+
+@pytest.fixture(scope="session")
+def bare_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane with nothing in it."""
+    need_tools(*TOOLS)
+    with ControlPlane(tmp_path_factory.mktemp("plane") / "run") as plane:
+        yield plane
+
+
+@pytest.fixture(scope="session")
+def plane(bare_plane: ControlPlane) -> ControlPlane:
+    """With the CRDs."""
+    install_crds(bare_plane)
+    return bare_plane
+
+
+@pytest.fixture
+def api(plane: ControlPlane) -> Iterator[Api]:
+    """A new namespace, as the administrator."""
+    namespace = f"t-{secrets.token_hex(4)}"
+    with plane.http() as client:
+        api = Api(client, namespace)
+        api.create("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+        yield api
