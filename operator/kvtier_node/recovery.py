@@ -74,11 +74,10 @@ def open_node(
 
 
 def _open_sound(state_dir: str, roots: Sequence[str], name: str | None, observers: Sequence[Observer]) -> Node:
-    """Open the node and read every row: a flipped bit shows in a row's digest only. Raises LedgerError."""
+    """Open the node and check every page and row: a flipped bit shows in a row's digest only. Raises LedgerError."""
     node = Node.open(state_dir, roots, name=name, observers=observers)
     try:
-        node.ledger.volumes()
-        node.ledger.head()
+        node.ledger.check()
     except BaseException:
         node.ledger.close()
         raise
