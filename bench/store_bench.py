@@ -1,6 +1,6 @@
 """Throughput of the slot store beside fio: same file, same region, same block sizes, same depth, O_DIRECT, one run.
 
-    python bench/store_bench.py [--dir DIRECTORY] [-o table|json]
+    python -m bench --only store [--dir DIRECTORY] [-o table|json]
 
 Rounds are interleaved (fio, sealed, unsealed, fio, …), because a disk wanders; medians and the ratio of medians are
 printed. fio runs with io_uring and with psync threads; the better of its two medians is the one compared with. The
@@ -12,8 +12,6 @@ time per 10**9 bytes; fio's are its own report's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import shutil
@@ -245,13 +243,8 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"index, {name}: {size:.0f} bytes per slot, {size:.0f} MB per million slots")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", help="a directory on the disk to be measured; default: a temporary one")
-    parser.add_argument("--size-mib", type=int, default=512, help="bytes moved in each sample, and the file's size")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
-    options = parser.parse_args()
+def run(directory: str | None, *, size_mib: int, rounds: int) -> dict[str, Any]:
+    """The whole measurement below `directory` (default: the system's temporary folder); a report as plain data."""
     if shutil.which("fio") is None:
         raise SystemExit("fio is not installed (Debian: apt-get install fio)")
     index = {
@@ -259,24 +252,17 @@ def main() -> None:
         for ranks in (1, 8)
         for policy in ("lru", "arc")
     }
-    total = options.size_mib * MIB
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="kvtier-bench-") as directory:
-        path = os.path.join(directory, "slot.rank_0")
+    total = size_mib * MIB
+    with tempfile.TemporaryDirectory(dir=directory, prefix="kvtier-bench-") as work:
+        path = os.path.join(work, "slot.rank_0")
         with open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, total)
         report: dict[str, Any] = {
             "size_bytes": total,
-            "rounds": options.rounds,
+            "rounds": rounds,
             "throughput": measure(
-                path, total=total, rounds=options.rounds, say=lambda text: print(text, file=sys.stderr, flush=True)
+                path, total=total, rounds=rounds, say=lambda text: print(text, file=sys.stderr, flush=True)
             ),
         }
     report["index_bytes_per_slot"] = index
-    if options.output == "json":
-        print(json.dumps(report, indent=1))
-    else:
-        show(report)
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from kvtier_api.erasure import Trigger
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
@@ -109,3 +112,35 @@ def measure(directory: str | None = None, rounds: int = 5) -> list[dict[str, Any
         }
         for (backend, size, ranks), lives in rows.items()
     ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="volumes: seconds, medians; an erasure must not grow with the size")
+    for column in (
+        "backend",
+        "GiB per rank",
+        "ranks",
+        "provisioning",
+        "death → key gone",
+        "death → erased",
+        "the slowest",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["backend"],
+            str(row["gib_per_rank"]),
+            str(row["ranks"]),
+            *(
+                f"{row[name]:.2f}"
+                for name in ("provisioning_s", "death_to_key_gone_s", "death_to_erased_s", "death_to_erased_max_s")
+            ),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        small, large = (
+            next(row for row in rows if (row["backend"], row["gib_per_rank"]) == (backend, size)) for size in (1, 50)
+        )
+        ratio = large["death_to_erased_s"] / small["death_to_erased_s"]
+        console.print(f"{backend}: death → erased, 50 GiB to 1 GiB: {ratio:.2f}")
