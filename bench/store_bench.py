@@ -12,6 +12,7 @@ time per 10**9 bytes; fio's are its own report's.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
