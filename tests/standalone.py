@@ -33,6 +33,14 @@ def wait_for(what: Callable[[], Any], text: str, limit_s: float = LIMIT_S) -> An
     return found
 
 
+def has_ended(pid: int) -> bool:
+    """Whether every thread of it has; its parent need not have reaped it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 @dataclass
 class Process:
     """A running kvtier with its log."""

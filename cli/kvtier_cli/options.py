@@ -29,6 +29,7 @@ StateDir: TypeAlias = Annotated[
         "--state-dir",
         envvar="KVTIER_STATE_DIR",
         help="Ledger, receipts, the node's key.",
+        readable=False,  # the command's own error says more
         rich_help_panel=_PANEL,
     ),
 ]
@@ -40,6 +41,7 @@ Roots: TypeAlias = Annotated[
         help=f"A directory under which tiers may lie; can be given again. \\[default: {DEFAULT_ROOT}]",
         rich_help_panel=_PANEL,
         show_default=False,
+        readable=False,
     ),
 ]
 Manifests: TypeAlias = Annotated[
@@ -48,6 +50,7 @@ Manifests: TypeAlias = Annotated[
         "--manifests",
         envvar="KVTIER_MANIFESTS",
         help="The directory of KVCacheTier manifests (*.yaml).",
+        readable=False,
         rich_help_panel=_PANEL,
     ),
 ]

@@ -107,7 +107,8 @@ def _one_for_people(receipt: Receipt) -> None:
 @app.command()
 def verify(
     file: Annotated[
-        Path | None, typer.Argument(help="An exported chain; needs no state directory. Without it: the ledger's.")
+        Path | None,
+        typer.Argument(readable=False, help="An exported chain; needs no state directory. Without it: the ledger's."),
     ] = None,
     public_key: Annotated[
         str | None, typer.Option("--public-key", metavar="HEX|FILE", help="The node's key, kept from before.")
@@ -199,7 +200,9 @@ def _verdict_for_people(found: Verification) -> None:
 
 @app.command()
 def export(
-    file: Annotated[Path, typer.Argument(help="Where to write; - is stdout. An existing file is refused.")] = Path("-"),
+    file: Annotated[
+        Path, typer.Argument(readable=False, help="Where to write; - is stdout. An existing file is refused.")
+    ] = Path("-"),
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Export the whole chain as JSON lines, with a signed head; it can be verified anywhere.

@@ -39,7 +39,8 @@ def run(
     tier: Annotated[str | None, typer.Option("--tier", "-t", help="The tier's name, or NAMESPACE/NAME.")] = None,
     namespace: Namespace = "default",
     tier_file: Annotated[
-        Path | None, typer.Option("--tier-file", help="A manifest to take the tier from, in place of --manifests.")
+        Path | None,
+        typer.Option("--tier-file", readable=False, help="A manifest to take the tier from, in place of --manifests."),
     ] = None,
     rank_env: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from requirements import need_root
-from standalone import Host, standalone_host, wait_for
+from standalone import Host, has_ended, standalone_host, wait_for
 
 SEALED = {"encryption": {"backend": "SealOnly"}}
 FSCRYPT = {"encryption": {"backend": "Fscrypt"}}
@@ -71,7 +71,7 @@ def test_what_a_sigkill_of_run_and_command_left_is_erased_before_the_next_comman
     process.sigkill()
     assert host.volume(told["KVTIER_VOLUME_ID"])["state"] == "InUse"
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the command's end")
+    wait_for(lambda: has_ended(pid), "the command's end")
     done = host.kvtier("run", "--tier", "chat", "--", "sh", "-c", f"test ! -e {told['KVTIER_SLOT_DIR']}")
     assert done.returncode == 0, done.stderr
     assert f"erased {told['KVTIER_VOLUME_ID']}, left by an earlier Crash" in done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier_api.errors import InvalidResource, NotFound
 from kvtier_node.manifests import ManifestDirectory, find_tier, load_tier_file
-from standalone import Host, standalone_host, wait_for
+from standalone import Host, has_ended, standalone_host, wait_for
 
 SEALED = {"encryption": {"backend": "SealOnly"}}
 
@@ -34,7 +34,7 @@ def test_a_removed_manifest_ends_the_consumers_and_erases_with_trigger_deletion(
     for told in (told_orphan, told_guarded):
         host.wait_state(told["KVTIER_VOLUME_ID"], "Erased")
     assert {item["trigger"] for item in host.receipts()} == {"Deletion"}
-    wait_for(lambda: not Path(f"/proc/{orphan_pid}").exists(), "the orphan's end")
+    wait_for(lambda: has_ended(orphan_pid), "the orphan's end")
     assert guarded.popen.wait(60) != 0
     wait_for(lambda: not host.status_file("chat").exists(), "the end of the status file")
     assert host.json("status")["requests"] == []

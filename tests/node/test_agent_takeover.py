@@ -12,7 +12,7 @@ import pytest
 
 from kvtier_node.ledger import Ledger
 from requirements import need_root
-from standalone import Host, standalone_host, wait_for
+from standalone import Host, has_ended, standalone_host, wait_for
 
 BACKENDS = [pytest.param("SealOnly"), pytest.param("Fscrypt", marks=pytest.mark.root)]
 
@@ -94,7 +94,7 @@ def test_stopping_the_node_erases_nothing_that_is_in_use(host: Host) -> None:
     assert [line["event"] for line in first.log()][-1] == "stopped"
     assert host.volume(volume)["state"] == "InUse"
     assert Path(told["KVTIER_MARKER"]).exists()
-    assert Path(f"/proc/{pid}").exists()
+    assert not has_ended(pid)
     assert host.node().event("recovered")["adopted"] == [volume]
 
 
@@ -103,7 +103,7 @@ def test_a_consumer_that_died_while_no_agent_ran_is_erased_before_the_node_is_re
     process, told, pid = host.run("chat", "sleep 600")
     process.sigkill()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the command's end")
+    wait_for(lambda: has_ended(pid), "the command's end")
     node = host.node()
     events = [line["event"] for line in node.log()]
     erased = next(i for i, line in enumerate(node.log()) if line.get("after") == "Erased")
