@@ -16,6 +16,8 @@ from kvtier_node.kernel.processes import boot_id
 
 __all__ = ["THIS_BOOT", "marks", "open_alone", "open_device", "size_bytes"]
 
+_NO_ID: Final = frozenset({"(null)", "none", "unknown", "default", "not specified", "n/a"})
+"""What drivers and disks without a serial number say (User-mode Linux: `(null)`)."""
 THIS_BOOT: Final = "boot "
 """How a mark begins that holds until the next restart only."""
 _IDS: Final = ("dm/uuid", "wwid", "device/wwid", "serial", "device/cid")
@@ -57,7 +59,7 @@ def marks(fd: int) -> list[str]:
     found = [f"{THIS_BOOT}{boot_id()} disk {sequence}{part}"] if sequence else []
     for name in _IDS:
         value = _text(f"{where}/{name}")
-        if value:
+        if len(set(value)) > 1 and value.lower() not in _NO_ID:
             found.append(f"{name} {value}{part}")
     return found
 

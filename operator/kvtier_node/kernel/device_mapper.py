@@ -32,6 +32,8 @@ _HEAD: Final = struct.Struct("=3I3IiI2IQ128s129s7x")
 _TARGET: Final = struct.Struct("=2QiI16s")
 _MESSAGE: Final = struct.Struct("=Q")  # struct dm_target_msg: sector, then the text
 _VERSION: Final = (4, 0, 0)
+_GOING: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.EINVAL})
+"""What sysfs answers for a device that is being removed (drivers/md/dm-sysfs.c)."""
 _WIPED: Final = frozenset(b"0-")  # "-" where a table has no key at all
 
 
@@ -58,8 +60,9 @@ def names() -> list[str]:
         if entry.startswith("dm-"):
             try:
                 found.append(Path(f"/sys/block/{entry}/dm/name").read_text(encoding="utf-8").strip())
-            except FileNotFoundError:
-                continue  # it went meanwhile
+            except OSError as error:
+                if error.errno not in _GOING:
+                    raise
     return found
 
 

@@ -67,9 +67,7 @@ def main() -> None:
     node = agent_node.open_observed()
     recover(node)
     device = channel.args["device"]
-    live = provision(
-        node, agent_node.tier(**({"device": device} if device else {})), uid=agent_life.USER, gid=agent_life.USER
-    )
+    live = provision(node, agent_node.tier_of_args(), uid=agent_life.USER, gid=agent_life.USER)
     slots = sorted(Path(live.slots_path).iterdir())
     consumer = agent_life.consume(node, live, slots)
     held = os.open(slots[0], os.O_RDWR)

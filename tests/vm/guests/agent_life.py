@@ -1,7 +1,8 @@
 """The agent's whole life on a node, over and over: open, recover, provision, serve a consumer that is killed, erase.
 
-args: rounds; lines (canaries that the consumer writes into its slots); backend (DmCrypt); stop_at (arrow of this boot at
-which to stand still). The order is that of `kvtier node`: what a power cut left is erased before anybody is served.
+args: rounds; lines (canaries that the consumer writes into its slots); backend (DmCrypt); device (None: an image); stop_at
+(arrow of this boot at which to stand still). The order is that of `kvtier node`: what a power cut left is erased before
+anybody is served.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def recovered(node: Node) -> None:
 
 
 def served(node: Node) -> None:
-    live = provision(node, agent_node.tier(encryption={"backend": channel.args["backend"]}), uid=USER, gid=USER)
+    live = provision(node, agent_node.tier_of_args(), uid=USER, gid=USER)
     slots = sorted(Path(live.slots_path).iterdir())
     zeros = [not any(slot.read_bytes()) for slot in slots]
     channel.report("served", volume=live.volume_id, slots=[slot.name for slot in slots], zeros=all(zeros))

@@ -55,6 +55,12 @@ def tier(**changes: Any) -> KVCacheTier:
     )
 
 
+def tier_of_args() -> KVCacheTier:
+    """The tier that the test asks for: `backend`, and `device` where there is one."""
+    device = channel.args.get("device")
+    return tier(encryption={"backend": channel.args["backend"]}, **({"device": device} if device else {}))
+
+
 def open_observed() -> Node:
     """Open the node as `kvtier node` does, and report what a start finds before it does anything."""
     dmcrypt.bounded.call = _call_and_tell_the_key  # type: ignore[attr-defined]

@@ -46,12 +46,12 @@ class AgentNode:
     kind: str = "ext4"
     backend: str = "DmCrypt"
     keys: dict[str, str] = field(default_factory=dict)
-    _known: set[str] = field(default_factory=set)
+    serials: dict[str, str] = field(default_factory=dict)
 
     def boot(self, guest: str = "agent_life.py", *, disks: tuple[Path, ...] = (), **args: Any) -> Machine:
         lines = [line.decode() for line in CANARIES]
         args = {"rounds": 1, "lines": lines, "backend": self.backend, "kind": self.kind} | args
-        return self.start(guest, work=self.disk.parent, disks=[self.disk, *disks], args=args)
+        return self.start(guest, work=self.disk.parent, disks=[self.disk, *disks], serials=self.serials, args=args)
 
     def cut(self, machine: Machine) -> None:
         """Cut the power (if it is still on), then hold every claim against what the boot reported and what the disk has."""

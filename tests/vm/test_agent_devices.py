@@ -1,0 +1,130 @@
+"""`spec.device`: a whole block device as a volume. Nothing of anybody else's is ever written to, under whatever name it comes."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+
+import pytest
+
+pytestmark = pytest.mark.vm
+
+MIB = 1 << 20
+SIZE_MIB = 64
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def refusals(node, disk, *attempts):
+    machine = node.boot("agent_refusals.py", disks=(disk,), attempts=list(attempts))
+    machine.wait_for("tried", 60)
+    machine.wait_off()
+    return [event.fields for event in machine.events if event.tag == "attempt"]
+
+
+@pytest.mark.parametrize(
+    ("what", "at"),
+    [
+        ("a btrfs superblock", 64 * 1024),
+        ("an mdraid 1.2 superblock", 4096),
+        ("a backup of a partition table", SIZE_MIB * MIB - 512),
+        ("an mdraid 0.90 superblock", SIZE_MIB * MIB - 64 * 1024),
+    ],
+    ids=lambda value: str(value).replace(" ", "-"),
+)
+def test_a_device_with_one_block_of_anybodys_at_either_end_is_refused_and_untouched(new_node, make_disk, what, at):
+    disk = make_disk(SIZE_MIB, "device.img")
+    write(disk, at, b"_BHRfS_M" + bytes(100))
+    before = digest(disk)
+    node = new_node()
+    found = refusals(node, disk, *({"backend": backend, "device": "/dev/ubdc"} for backend in ("DmCrypt", "Auto")))
+    assert [attempt["error"] for attempt in found] == ["ForeignData", "ForeignData"], (what, found)
+    assert "/dev/ubdc" in found[0]["text"]
+    assert digest(disk) == before
+
+
+def test_a_device_that_is_too_small_is_refused_with_both_numbers_and_untouched(new_node, make_disk):
+    disk = make_disk(8, "device.img")
+    before = digest(disk)
+    (found,) = refusals(new_node(), disk, {"backend": "DmCrypt", "device": "/dev/ubdc"})
+    assert found["error"] == "InsufficientSpace"
+    assert str(8 * MIB) in found["text"] and str(35 * MIB) in found["text"]
+    assert digest(disk) == before
+
+
+def cut_in_use(node, disk):
+    machine = node.boot(disks=(disk,), device="/dev/ubdc")
+    machine.wait_for("written", 60)
+    node.cut(machine)
+    assert digest(disk) != hashlib.sha256(bytes(SIZE_MIB * MIB)).hexdigest()
+    return digest(disk)
+
+
+def discard_step(machine):
+    (receipt,) = next(event for event in machine.events if event.tag == "recovered")["chain"]["receipts"]
+    return {name: (ok, detail) for name, ok, detail in receipt["steps"]}["discard"]
+
+
+def test_after_a_power_cut_the_same_device_is_blanked_and_used_again(new_node, make_disk):
+    from uml.agentnode import after_a_power_cut
+
+    disk = make_disk(SIZE_MIB, "device.img")
+    node = new_node(serials={disk.name: "KVTIER0001"})
+    cut_in_use(node, disk)
+    machine = node.boot(disks=(disk,), device="/dev/ubdc")
+    after_a_power_cut(machine)
+    assert discard_step(machine)[0] is True
+    node.cut(machine)
+    assert not any(disk.read_bytes())
+
+
+def test_a_device_that_nothing_but_its_name_identifies_is_left_alone_after_a_power_cut(new_node, make_disk):
+    disk = make_disk(SIZE_MIB, "device.img")
+    node = new_node()
+    before = cut_in_use(node, disk)
+    machine = node.boot(rounds=0, disks=(disk,))
+    machine.wait_for("done")
+    machine.wait_off()
+    ok, detail = discard_step(machine)
+    assert ok is None and "can't be told" in detail
+    node.cut(machine)
+    assert digest(disk) == before
+    (found,) = refusals(node, disk, {"backend": "DmCrypt", "device": "/dev/ubdc"})
+    assert found["error"] == "ForeignData"
+    assert digest(disk) == before
+
+
+def test_another_disk_under_the_same_name_is_untouched_by_the_recovery(new_node, make_disk):
+    disk, other = make_disk(SIZE_MIB, "device.img"), make_disk(SIZE_MIB, "other.img")
+    write(other, 20 * MIB, b"somebody's only copy" * 1000)
+    node = new_node(serials={disk.name: "KVTIER0001", other.name: "KVTIER0002"})
+    cut_in_use(node, disk)
+    before = digest(other)
+    machine = node.boot(rounds=0, disks=(other,))
+    machine.wait_for("done")
+    machine.wait_off()
+    assert discard_step(machine)[0] is None
+    node.cut(machine)
+    assert digest(other) == before
+
+
+def test_the_same_disk_put_to_another_use_before_the_recovery_is_untouched(new_node, make_disk):
+    disk = make_disk(SIZE_MIB, "device.img")
+    node = new_node(serials={disk.name: "KVTIER0001"})
+    cut_in_use(node, disk)
+    subprocess.run(["/usr/sbin/mkfs.ext4", "-q", "-F", str(disk)], check=True, capture_output=True)
+    before = digest(disk)
+    machine = node.boot(rounds=0, disks=(disk,))
+    recovered = machine.wait_for("recovered")
+    machine.wait_off()
+    assert len(recovered["failed"]) == 1 and "somebody's now" in recovered["failed"][0]
+    assert [row["state"] for row in recovered["rows"]] == ["Erasing"]
+    assert digest(disk) == before
