@@ -13,8 +13,11 @@ _FLAGS = constants.MS_NODEV | constants.MS_NOSUID | constants.MS_NOEXEC | consta
 
 
 def mount(*, fds: dict[str, int], source: str) -> dict[str, object]:
-    """Mount the ext4 on `source` on the directory that `fds["target"]` is, whatever its name is by now."""
-    libc.mount(source, f"/proc/self/fd/{fds['target']}", "ext4", _FLAGS, "errors=remount-ro")
+    """Mount the ext4 on `source` on the directory that `fds["target"]` is, whatever its name is by now.
+
+    It goes on after errors: one that turned read-only when its key was destroyed would keep its dirty pages, in the clear.
+    """
+    libc.mount(source, f"/proc/self/fd/{fds['target']}", "ext4", _FLAGS, "errors=continue")
     return {}
 
 
