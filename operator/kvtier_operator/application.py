@@ -50,7 +50,7 @@ async def run(settings: Settings) -> int:
                 metrics.leading(True)
                 ended = await _serve_term(Term(settings, config, metrics, fence), election, fence, stopping)
                 metrics.leading(False)
-                if not ended:
+                if not ended and not stopping.is_set():
                     log.critical("the term does not end; leaving, so that a new process can begin")
                     return _STUCK
         finally:
@@ -71,19 +71,20 @@ async def _or_stop(election: Election, stopping: asyncio.Event) -> Fence | None:
 
 
 async def _serve_term(term: Term, election: Election, fence: Fence, stopping: asyncio.Event) -> bool:
-    """Whether the term ended. The Lease is given back only after it did, so that two never act."""
+    """Whether the term ended. The Lease is given back only when nothing is written any more, so that two never act."""
     term.start()
     holding = asyncio.create_task(election.hold(fence))
     while not (stopping.is_set() or holding.done() or term.ended.is_set()):
         await asyncio.sleep(0.1)
     term.stop()
-    ended = await asyncio.to_thread(term.ended.wait, _STOP_S)
+    quiet = await asyncio.to_thread(term.quiet.wait, _STOP_S)
     lost = holding.done()
     holding.cancel()
     await asyncio.gather(holding, return_exceptions=True)
     fence.close()
-    if ended and not lost:
+    if quiet and not lost:
         await election.give_back()
+    ended = await asyncio.to_thread(term.ended.wait, _STOP_S)
     if not stopping.is_set():
         await asyncio.sleep(1)  # a term that fails at once must not spin
     return ended

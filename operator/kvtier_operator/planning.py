@@ -6,7 +6,7 @@ The same facts give the same plan, and once the plan is done the next one is emp
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Final
 
@@ -74,9 +74,9 @@ class Plan:
     release_tier: bool = False
     again_in_s: float | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return self == Plan(again_in_s=self.again_in_s)
+    def parts(self) -> list[str]:
+        """Names of what is to be done. None: at rest."""
+        return [it.name for it in fields(self) if it.name != "again_in_s" and getattr(self, it.name)]
 
 
 def own_places(tier: TierFacts | None, volumes: Sequence[VolumeFacts], around: Surroundings) -> list[Place]:

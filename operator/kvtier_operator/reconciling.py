@@ -73,19 +73,20 @@ class Reconciler:
     async def reconcile(self, key: Key) -> float | None:
         """Bring one tier to rest. Returns the seconds after which to look again, or None. Raises ApiProblem, NotLeading."""
         for _ in range(_ROUNDS):
-            todo = plan(self._snapshot(key))
-            if todo.is_empty:
+            snapshot = self._snapshot(key)
+            todo = plan(snapshot)
+            if not todo.parts():
                 self._measure(key)
                 return todo.again_in_s
             try:
-                await self._do(key, todo)
+                await self._do(snapshot, todo)
             except (Conflict, Missing) as error:
                 log.info("memory was old", tier=_name(key), error=str(error))
                 await self._read_again(key)
         raise ApiProblem(
-            "the plan does not come to rest",
+            f"not at rest after {_ROUNDS} rounds; to do: {', '.join(plan(self._snapshot(key)).parts())}",
             obj=_name(key),
-            remedy="the API server stores something else than was written",
+            remedy="tried again",
         )
 
     def _snapshot(self, key: Key) -> Snapshot:
@@ -103,7 +104,8 @@ class Reconciler:
             history_limit=self._history_limit,
         )
 
-    async def _do(self, key: Key, todo: Plan) -> None:
+    async def _do(self, snapshot: Snapshot, todo: Plan) -> None:
+        key = snapshot.key
         tier = self._view.tier(key)
         if todo.hold_tier and tier is not None:
             patch = writing.held(list(tier.meta.finalizers), tier.meta.resource_version)
@@ -117,7 +119,7 @@ class Reconciler:
         if todo.tier_status is not None and tier is not None:
             body = await self._kube.apply_status(TIERS, writing.tier_status(tier, todo.tier_status))
             self._view.take(tier_facts(body))
-        await self._announce(key, todo)
+        await self._announce(snapshot, todo)
         for erasure in todo.forget_erasures:
             await self._forget_erasure(erasure)
         for place in todo.forget_volumes:
@@ -166,14 +168,15 @@ class Reconciler:
             fact = erasure_facts(await self._kube.apply_status(ERASURES, status))
         self._view.take(fact)
 
-    async def _announce(self, key: Key, todo: Plan) -> None:
+    async def _announce(self, snapshot: Snapshot, todo: Plan) -> None:
         """Events are told on a best-effort basis: what they say is in the status. A failure is logged and counted."""
         for announcement in todo.announcements:
             if announcement.reason is not EventReason.DELETION_DONE:  # not done before `_release` looked
                 await self._post(announcement)
             if announcement.reason is EventReason.ABANDON_REFUSED:
-                self._said.setdefault(key, set()).add(announcement)
-        self._seen[key] = {volume.uid: volume.state for volume in self._view.volumes(key)}
+                self._said.setdefault(snapshot.key, set()).add(announcement)
+        # What was planned for, not what memory says by now: a state that came meanwhile is still to be told.
+        self._seen[snapshot.key] = {volume.uid: volume.state for volume in snapshot.volumes}
 
     async def _post(self, announcement: Announcement) -> None:
         try:

@@ -40,7 +40,7 @@ _PAUSE_S: Final = 2.0
 
 
 class Term:
-    """`start`, then wait for `ended`; `stop` from any thread."""
+    """`start`, then wait for `ended`; `stop` from any thread. `quiet` comes before `ended`: nothing is written any more."""
 
     def __init__(self, settings: Settings, config: KubeConfig, metrics: Metrics, fence: Fence) -> None:
         self._settings = settings
@@ -48,6 +48,7 @@ class Term:
         self._metrics = metrics
         self._fence = fence
         self._stop = threading.Event()
+        self.quiet = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="term", daemon=True)
 
@@ -66,6 +67,7 @@ class Term:
             # The last frame of the thread: what kopf raises is told, and the process tries a new term.
             log.exception("term failed")
         finally:
+            self.quiet.set()
             self.ended.set()
 
     async def _serve(self) -> None:
@@ -89,13 +91,16 @@ class Term:
         work: list[Coroutine[Any, Any, None]] = [self._work(queue, reconciler) for _ in range(_WORKERS)]
         work += [self._relist_for_ever(kube, view, queue), self._canary(queue)]
         tasks = [asyncio.create_task(each) for each in work]
+        watching = asyncio.create_task(self._kopf(feed))
         try:
-            await asyncio.gather(self._kopf(feed), *tasks)
+            done, _ = await asyncio.wait({watching, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             queue.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancelled(*tasks)
+            self.quiet.set()
+            await _cancelled(watching)
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work` until it ends, `stop` is called, or the fence closes."""
@@ -179,3 +184,9 @@ class Term:
         while True:
             queue.add(_CANARY)
             await asyncio.sleep(_CANARY_S)
+
+
+async def _cancelled(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

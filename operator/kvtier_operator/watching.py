@@ -31,7 +31,6 @@ from kvtier_operator.facts import (
     tier_facts,
     volume_facts,
 )
-from kvtier_operator.names import FINALIZER
 from kvtier_operator.settings import Settings
 from kvtier_operator.view import Fact, View
 
@@ -107,7 +106,8 @@ def operator_settings(settings: Settings) -> kopf.OperatorSettings:
     found.scanning.disabled = True
     found.posting.enabled = False
     found.peering.standalone = True
-    found.persistence.finalizer = FINALIZER
+    # kopf takes its finalizer away from every object that no handler of its own needs it for: it must not be ours.
+    found.persistence.finalizer = f"{_PREFIX}/not-used"
     found.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=_PREFIX)
     found.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=_PREFIX)
     found.networking.error_backoffs = _ForEver()

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from requirements import missing
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from api_client import Api
-from controlplane import TOOLS, ControlPlane, binary, install_crds
-
-
-def need_tools(*names: str) -> None:
-    for name in names:
-        if binary(name) is None:
-            missing(f"{name} (make cluster-tools)")
+from controlplane import TOOLS, ControlPlane, install_crds, need_tools
 
 
 @pytest.fixture(scope="session")

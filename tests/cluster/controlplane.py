@@ -10,6 +10,7 @@ import base64
 import contextlib
 import ctypes
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -28,7 +29,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["MANIFESTS", "TOOLS", "ControlPlane", "binary", "install_crds", "wait_until"]
+from requirements import missing
+
+__all__ = ["MANIFESTS", "TOOLS", "ControlPlane", "binary", "install_crds", "need_tools", "wait_until"]
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "crds" / "manifests"
 TOOLS = ("etcd", "kube-apiserver")
@@ -41,6 +44,12 @@ def binary(name: str) -> Path | None:
     """A built binary, or the one that the user named by an environment variable."""
     path = build_tools.named_by_user(name) or build_tools.cache_folder() / name
     return path if os.access(path, os.X_OK) else None
+
+
+def need_tools(*names: str) -> None:
+    for name in names:
+        if binary(name) is None:
+            missing(f"{name} (make cluster-tools)")
 
 
 def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 60, pause_s: float = 0.1) -> None:
@@ -134,6 +143,7 @@ class ControlPlane:
         self.api_port, self._etcd_port, self._peer_port, self._kcm_port = free_ports(4)
         self.server = f"https://127.0.0.1:{self.api_port}"
         self._apiserver_arguments = apiserver_arguments
+        self.audit_log = folder / "audit.log"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._authority = Authority(folder / "pki")
         hosts = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "127.0.0.1", "10.96.0.1")
@@ -268,10 +278,36 @@ class ControlPlane:
                 *proxy_headers,
                 f"--proxy-client-cert-file={pki}/front-proxy.crt",
                 f"--proxy-client-key-file={pki}/front-proxy.key",
+                f"--audit-policy-file={self._audit_policy()}",
+                f"--audit-log-path={self.audit_log}",
                 *self._apiserver_arguments,
             ],
         )
         self.wait_ready()
+
+    def _audit_policy(self) -> Path:
+        path = self.folder / "audit-policy.yaml"
+        quiet = {"level": "None", "verbs": ["get", "list", "watch"]}
+        policy = {
+            "apiVersion": "audit.k8s.io/v1",
+            "kind": "Policy",
+            "omitStages": ["RequestReceived", "ResponseStarted"],
+            "rules": [quiet, {"level": "Metadata"}],
+        }
+        path.write_text(yaml.safe_dump(policy))
+        return path
+
+    def writes(self, user: str, *, resources: tuple[str, ...] = ()) -> list[tuple[str, str, int]]:
+        """What a user asked to change, by the API server's own record: (verb, resource/subresource/name, code)."""
+        found = []
+        for line in self.audit_log.read_text().splitlines():
+            entry = json.loads(line)
+            about = entry.get("objectRef", {})
+            if entry["user"]["username"] != user or (resources and about.get("resource") not in resources):
+                continue
+            path = "/".join(about[part] for part in ("resource", "subresource", "namespace", "name") if part in about)
+            found.append((entry["verb"], path, entry.get("responseStatus", {}).get("code", 0)))
+        return found
 
     def wait_ready(self) -> None:
         with self.http() as client:
