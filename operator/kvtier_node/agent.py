@@ -16,14 +16,15 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvtier_api.errors import KvtierError
 from kvtier_api.volume import VolumeState
 from kvtier_node import guarding
 from kvtier_node.endpoints import Listen, Verdict, serve
 from kvtier_node.event_log import Log, log_of_transitions
-from kvtier_node.ledger import TERMINAL, EraseRequest, VolumeRow
+from kvtier_node.hardening import HostFacts
+from kvtier_node.ledger import TERMINAL, EraseRequest, Transition, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.manifests import ManifestDirectory
 from kvtier_node.measuring import VolumeMeasurement, measure_volume
@@ -35,7 +36,7 @@ from kvtier_node.systemd import tell_systemd
 from kvtier_node.threads import Threads
 from kvtier_node.volume_watch import VolumeWatch
 
-__all__ = ["Agent", "AgentOptions", "run_agent"]
+__all__ = ["Agent", "AgentOptions", "PodPart", "run_agent"]
 
 _PATROL_S: Final = 0.4
 _RECONCILE_S: Final = 2.0
@@ -47,6 +48,22 @@ _LIVING: Final = frozenset(VolumeState) - TERMINAL
 _USABLE: Final = frozenset({VolumeState.READY, VolumeState.IN_USE})
 
 
+class PodPart(Protocol):
+    """Lives beside the agent's own work, which never waits for it."""
+
+    def observe(self, arrow: Transition) -> None:
+        """Of the ledger, in whatever thread, from its opening on."""
+
+    def open(self, node: Node, agent: Agent, threads: Threads) -> None:
+        """Before recovery: nothing is served yet."""
+
+    def serve(self) -> None:
+        """Recovery has finished."""
+
+    async def close(self) -> None:
+        """Serve no more; volumes stay as they are. May be called twice."""
+
+
 @dataclass(frozen=True)
 class AgentOptions:
     """`listen` None serves nothing. Paths are absolute."""
@@ -56,12 +73,15 @@ class AgentOptions:
     manifests: str
     listen: Listen | None = None
     node_name: str | None = None
+    pods: PodPart | None = None
+    """What serves pods (`csi.part.PodService`), on a node of a cluster."""
 
 
 def run_agent(options: AgentOptions, log: Log) -> None:
     """Run until SIGTERM or SIGINT. Raises Busy while another runs with this state directory, and what `open_node` raises."""
     with NodeLock.acquire(options.state_dir):
-        node = open_node(options.state_dir, options.roots, name=options.node_name, observers=[log_of_transitions(log)])
+        observers = [log_of_transitions(log), *([options.pods.observe] if options.pods is not None else [])]
+        node = open_node(options.state_dir, options.roots, name=options.node_name, observers=observers)
         agent = Agent(node, options, log)
         try:
             asyncio.run(agent.run())
@@ -107,6 +127,10 @@ class Agent:
                     )
                 )
                 self._log.info("listening", host=self._options.listen.host, port=port)
+            pods = self._options.pods
+            if pods is not None:
+                pods.open(self.node, self, self.threads)
+                stack.push_async_callback(pods.close)
             await self._recover()
             self._ready = True
             await self.threads.run(self._reconcile)
@@ -114,11 +138,30 @@ class Agent:
             self._log.info("ready", node=self.node.name, node_id=self.node.identity.node_id)
             self._start(self._every("patrol", _PATROL_S, self._patrol))
             self._start(self._every("reconcile", _RECONCILE_S, self._reconcile_and_measure))
+            if pods is not None:
+                pods.serve()
             await self._stopping.wait()
+            if pods is not None:
+                await pods.close()
             await self._stop()
 
     def stop(self) -> None:
         self._stopping.set()
+
+    # -- what the part that serves pods asks
+
+    def take(self, live: LiveVolume) -> None:
+        """Guard a volume that was made in this process."""
+        self._watch(live)
+
+    def watch_of(self, volume_id: str) -> VolumeWatch | None:
+        return self._watches.get(volume_id)
+
+    def measured(self, volume_id: str) -> VolumeMeasurement | None:
+        return self._measured.get(volume_id)
+
+    def host(self) -> HostFacts | None:
+        return self.reconciler.host
 
     # -- what the endpoints say
 

@@ -28,7 +28,7 @@ from kvtier_node.receipts import Receipt
 from kvtier_node.recovery import destroys_keys, evidence, trigger_of
 from kvtier_node.shared_memory import FACT, SharedMemoryWatch, files_of
 
-__all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer"]
+__all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer", "stop_pod"]
 
 LOOK_S: Final = 0.2
 """Seconds between two looks at a volume in use; an end is seen within 1 s."""
@@ -129,7 +129,7 @@ def _end(node: Node, live: LiveVolume, trigger: Trigger) -> Receipt:
     """Stop the consumer and erase. Raises Busy while what it forked still uses a volume that has no key to destroy."""
     pod = PodConsumer.from_record(live.row.consumer)
     if pod is not None:
-        _stop_pod(node, live, pod, trigger)
+        stop_pod(node, live, pod, trigger)
     stop_consumer(live)
     if not destroys_keys(live.row) and (found := evidence(live)).alive:
         raise Busy(
@@ -140,7 +140,7 @@ def _end(node: Node, live: LiveVolume, trigger: Trigger) -> Receipt:
     return erase(node, live, trigger, death=Death.now())
 
 
-def _stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -> None:
+def stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -> None:
     """On record first: from then on the pod's directory is no sign that it uses the volume."""
     if live.row.state is VolumeState.IN_USE and pod.ended is None:
         pod = pod.with_end(trigger)

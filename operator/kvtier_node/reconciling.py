@@ -74,6 +74,11 @@ class Reconciler:
             self._remember(receipt)
         self._receipts_seen = head.count
 
+    @property
+    def host(self) -> HostFacts | None:
+        """What was measured of the host last."""
+        return self._host
+
     @staticmethod
     def now() -> datetime:
         return datetime.now(UTC)

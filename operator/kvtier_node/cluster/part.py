@@ -1,0 +1,277 @@
+"""The cluster's side of the agent: reports, watches and wishes, as tasks beside the CSI service.
+
+Watched are this node's own volumes (selectable field `spec.nodeName`), requests to erase, and the tiers that have a volume here:
+each tier by its name, so that a thousand others cost nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+from lightkube import AsyncClient
+from lightkube.models.core_v1 import ObjectReference
+from lightkube.operators import not_exists
+
+from kvtier_api.documents import parse_object
+from kvtier_api.errors import InvalidResource, KvtierError, NotFound
+from kvtier_api.meta import API_VERSION
+from kvtier_api.volume import KVCacheVolume
+from kvtier_node.cluster.announcing import Announcer
+from kvtier_node.cluster.api import ApiCluster
+from kvtier_node.cluster.client import ERASURES, TIERS, VOLUMES, plain, translated
+from kvtier_node.cluster.objects import VOLUME_LABEL
+from kvtier_node.cluster.reporting import Reporter
+from kvtier_node.cluster.volume_conditions import Seen
+from kvtier_node.cluster.watching import Body, Selection, Watcher
+from kvtier_node.cluster.wishes import Ending, GivingUp, Wish, wishes
+from kvtier_node.cluster.writing import Writer
+from kvtier_node.csi.rows import of_pods
+from kvtier_node.csi.surroundings import Guards
+from kvtier_node.event_log import Log
+from kvtier_node.guarding import stop_pod
+from kvtier_node.ledger import ABANDON, VolumeRow
+from kvtier_node.live import LiveVolume
+from kvtier_node.node import Node
+from kvtier_node.pods.consumer import PodConsumer
+from kvtier_node.threads import Threads
+
+__all__ = ["ClusterPart"]
+
+_ROUND_S: Final = 1.0
+_AGAIN_S: Final = 5.0
+_TIER_OBJECT: Final = "KVCacheTier "
+
+
+class ClusterPart:
+    """`start` once the node is open; `close` at the end. `cluster` is what the CSI service asks."""
+
+    def __init__(self, client: AsyncClient, reporter: Reporter, log: Log) -> None:
+        self._client = client
+        self._reporter = reporter
+        self._log = log
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tiers: dict[tuple[str, str], tuple[Watcher, asyncio.Task[None]]] = {}
+        self._deleted_tiers: set[str] = set()
+        self._busy: set[str] = set()
+        self._carried_out: dict[str, float] = {}
+        self._changed = asyncio.Event()
+        self._relisted = False
+
+    def start(self, node: Node, guards: Guards, threads: Threads) -> ApiCluster:
+        """Begin to report and to watch. Raises nothing that the API server does."""
+        self._node, self._guards, self._threads = node, guards, threads
+        writer = Writer(self._client, node.name)
+        announcer = Announcer(node, writer, threads=threads, find=self._reference, log=self._log)
+        self._reporter.bind(node, writer, announcer, threads=threads, seen=self._seen)
+        self._volumes = Watcher(
+            self._client,
+            Selection(VOLUMES, fields={"spec.nodeName": node.name}),
+            changed=self._changed.set,
+            listed=self._volumes_listed,
+            deleted=self._volume_deleted,
+            log=self._log,
+        )
+        self._requests = Watcher(
+            self._client,
+            Selection(ERASURES, labels={VOLUME_LABEL: not_exists()}),
+            changed=self._changed.set,
+            log=self._log,
+        )
+        for work in (self._reporter.run(), self._volumes.run(), self._requests.run(), self._rounds()):
+            self._start(work)
+        return ApiCluster(self._client, self._reporter, node.name)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("cluster-task-ended", error=f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """End the tasks, and the connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()
+
+    def _seen(self, volume_id: str) -> Seen:
+        watch = self._guards.watch_of(volume_id)
+        failure = watch.failure if watch is not None else ""
+        return Seen(self._guards.measured(volume_id), self._guards.host(), failure)
+
+    # -- what the API has of this node's volumes
+
+    def _by_name(self) -> dict[str, Body]:
+        return {str(body["metadata"]["name"]): body for body in self._volumes.objects.values()}
+
+    def _volumes_listed(self) -> None:
+        self._relisted = True
+
+    def _volume_deleted(self, body: Body) -> None:
+        """The record of a place must not go before the place does."""
+        self._reporter.again(str(body["metadata"]["name"]), recreate=True)
+
+    def _compare(self, rows: Sequence[VolumeRow], ended: dict[str, VolumeRow | None]) -> None:
+        """After a list: what the API has not, or has otherwise, is told anew. The node is right, the API is a copy."""
+        objects = self._by_name()
+        for row in rows:
+            if row.volume_id not in objects:
+                self._reporter.again(row.volume_id, recreate=True)
+        living = {row.volume_id: row for row in rows}
+        for name, body in objects.items():
+            known = living.get(name) or ended.get(name)
+            if known is None:
+                self._log.warning("unknown-volume", volume=name, remedy="it is not in this node's ledger")
+                continue
+            status = body.get("status") or {}
+            self._reporter.adopt(name, _conditions(body))
+            if status.get("state") != known.state.value:
+                self._reporter.again(name)
+
+    def _rows_of(self, names: Sequence[str]) -> dict[str, VolumeRow | None]:
+        found: dict[str, VolumeRow | None] = {}
+        for name in names:
+            try:
+                found[name] = self._node.ledger.get(name)
+            except NotFound:
+                found[name] = None
+        return found
+
+    # -- the rounds
+
+    async def _rounds(self) -> None:
+        while True:
+            try:
+                await self._round()
+            except (KvtierError, OSError) as error:
+                self._log.error("cluster-round-failed", error=str(error))
+            try:
+                await asyncio.wait_for(self._changed.wait(), _ROUND_S)
+            except TimeoutError:
+                pass
+            self._changed.clear()
+
+    async def _round(self) -> None:
+        rows = [row for row, _ in await self._threads.run(lambda: of_pods(self._node))]
+        self._follow_tiers(rows)
+        if not self._volumes.synced:
+            return
+        if self._relisted:
+            self._relisted = False
+            known = {row.volume_id for row in rows}
+            others = [name for name in self._by_name() if name not in known]
+            self._compare(rows, await self._threads.run(lambda: self._rows_of(others)))
+        self._reporter.look_at(rows)
+        for wish in wishes(
+            rows,
+            volumes=self._by_name(),
+            deleting_tiers=self._deleting(),
+            requests=list(self._requests.objects.values()),
+        ):
+            self._carry_out(wish)
+
+    def _follow_tiers(self, rows: Sequence[VolumeRow]) -> None:
+        """Watch each tier that has a volume here, and no other."""
+        wanted = {(row.tier_namespace, row.tier_name) for row in rows}
+        for namespace, name in wanted - set(self._tiers):
+            watcher = Watcher(
+                self._client,
+                Selection(TIERS, namespace, fields={"metadata.name": name}),
+                changed=self._changed.set,
+                deleted=lambda body: self._deleted_tiers.add(str(body["metadata"]["uid"])),
+                log=self._log,
+            )
+            self._tiers[namespace, name] = (watcher, self._start(watcher.run()))
+        for key in set(self._tiers) - wanted:
+            self._tiers.pop(key)[1].cancel()
+
+    def _deleting(self) -> dict[str, bool]:
+        found = dict.fromkeys(self._deleted_tiers, True)
+        for watcher, _ in self._tiers.values():
+            for uid, body in watcher.objects.items():
+                found[uid] = body["metadata"].get("deletionTimestamp") is not None
+        return found
+
+    # -- wishes
+
+    def _carry_out(self, wish: Wish) -> None:
+        """Each in a task of its own: to end a pod's processes takes its time. Not again at once."""
+        now = asyncio.get_running_loop().time()
+        if wish.volume_id in self._busy or now - self._carried_out.get(wish.volume_id, -_AGAIN_S) < _AGAIN_S:
+            return
+        self._busy.add(wish.volume_id)
+        self._carried_out[wish.volume_id] = now
+        self._start(self._do(wish))
+
+    async def _do(self, wish: Wish) -> None:
+        try:
+            if isinstance(wish, GivingUp):
+                await self._threads.run(lambda: self._give_up(wish))
+                return
+            watch = self._guards.watch_of(wish.volume_id)
+            if watch is None:
+                return  # it is being published just now, or taken over: the next round finds it
+            async with watch.turn:
+                self._log.info("ending", volume=wish.volume_id, trigger=wish.trigger.value, request=wish.request)
+                await self._threads.run(lambda: self._end(watch.live, wish))
+        except (KvtierError, OSError) as error:
+            self._log.error("wish-failed", volume=wish.volume_id, error=str(error))
+        finally:
+            self._busy.discard(wish.volume_id)
+
+    def _end(self, live: LiveVolume, wish: Ending) -> None:
+        pod = PodConsumer.from_record(live.row.consumer)
+        if pod is None or live.row.is_terminal:
+            return
+        if wish.request is not None and live.row.facts.get("request") != wish.request:
+            live.row = self._node.ledger.note(live.volume_id, facts={"request": wish.request})
+        stop_pod(self._node, live, pod, wish.trigger)
+
+    def _give_up(self, wish: GivingUp) -> None:
+        """A request of the ledger: the volume's guardian abandons it, with a receipt."""
+        requests = self._node.ledger.open_requests()
+        if any(it.scope == ABANDON and it.argument == wish.volume_id for it in requests):
+            return
+        row = self._node.ledger.get(wish.volume_id)
+        self._node.ledger.add_request(
+            f"{row.tier_namespace}/{row.tier_name}", ABANDON, wish.reason, argument=wish.volume_id
+        )
+
+    # -- events
+
+    async def _reference(self, about: str) -> ObjectReference | None:
+        """The API object that an event of the ledger is about."""
+        body = self._by_name().get(about)
+        if body is not None:
+            return _reference_to(body)
+        if not about.startswith(_TIER_OBJECT):
+            return None
+        namespace, _, name = about.removeprefix(_TIER_OBJECT).partition("/")
+        with translated(about):
+            return _reference_to(plain(await self._client.get(TIERS, name, namespace=namespace)))
+
+
+def _reference_to(body: Body) -> ObjectReference:
+    metadata = body["metadata"]
+    return ObjectReference(
+        apiVersion=API_VERSION,
+        kind=str(body["kind"]),
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+    )
+
+
+def _conditions(body: Body) -> list[Any]:
+    try:
+        volume = parse_object(body, kind=KVCacheVolume)
+    except InvalidResource:
+        return []
+    return list(volume.status.conditions) if volume.status is not None else []

@@ -1,0 +1,110 @@
+"""Writes to the API server: the node's volumes and the records of their erasures, by server-side apply.
+
+An apply says all that this agent has to say about an object, so it can be repeated, and repeats cost the server nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Final
+
+from lightkube import AsyncClient
+from lightkube.models.core_v1 import ObjectReference
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Node
+from lightkube.resources.events_v1 import Event
+
+from kvtier_api.erasure import KVCacheErasureStatus
+from kvtier_api.errors import Busy, NotFound
+from kvtier_api.meta import API_VERSION
+from kvtier_api.volume import KVCacheVolumeStatus
+from kvtier_node.cluster.client import ERASURES, FIELD_MANAGER, VOLUMES, Kind, translated
+from kvtier_node.cluster.objects import erasure_object, volume_object
+from kvtier_node.ledger import Event as LedgerEvent
+from kvtier_node.ledger import VolumeRow
+from kvtier_node.pods.consumer import PodIdentity
+from kvtier_node.receipts import Receipt
+
+__all__ = ["Writer"]
+
+_NOTE_LIMIT: Final = 1024
+_CONTROLLER: Final = "kvtier.dev/node"
+
+
+class Writer:
+    """Raises ApiUnavailable, and NotPermitted, NotFound (the namespace is gone), InvalidResource for what is refused."""
+
+    def __init__(self, client: AsyncClient, node_name: str) -> None:
+        self._client = client
+        self._node_name = node_name
+        self._system_uuid: str | None = None
+
+    async def volume(self, row: VolumeRow, pod: PodIdentity) -> None:
+        """The object of a volume, without its status."""
+        uuid = await self._machine()
+        await self._apply(VOLUMES, volume_object(row, pod, system_uuid=uuid))
+
+    async def volume_status(self, row: VolumeRow, status: KVCacheVolumeStatus) -> None:
+        await self._apply_status(VOLUMES, row.tier_namespace, row.volume_id, status)
+
+    async def erasure(self, row: VolumeRow, pod: PodIdentity, receipt: Receipt) -> None:
+        """The record of an erasure, with its status. One that is complete already stays as it is."""
+        body, status = erasure_object(row, pod, receipt)
+        await self._apply(ERASURES, body)
+        await self._apply_status(ERASURES, row.tier_namespace, receipt.id, status)
+
+    async def _apply(self, kind: Kind, body: dict[str, Any]) -> None:
+        with translated(f"{kind.__name__} {body['metadata']['namespace']}/{body['metadata']['name']}"):
+            await self._client.apply(_as(kind, body), field_manager=FIELD_MANAGER, force=True)
+
+    async def _apply_status(
+        self, kind: Kind, namespace: str, name: str, status: KVCacheVolumeStatus | KVCacheErasureStatus
+    ) -> None:
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": kind.__name__,
+            "metadata": {"name": name, "namespace": namespace},
+            "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }
+        with translated(f"{kind.__name__} {namespace}/{name}, status"):
+            await self._client.apply(
+                _as(kind.Status, body), name, namespace=namespace, field_manager=FIELD_MANAGER, force=True
+            )
+
+    async def _machine(self) -> str | None:
+        """`status.nodeInfo.systemUUID` of this node: which machine has the keys."""
+        if self._system_uuid is None:
+            try:
+                with translated(f"Node {self._node_name}"):
+                    node = await self._client.get(Node, self._node_name)
+            except NotFound:
+                return None
+            info = node.status.nodeInfo if node.status is not None else None
+            self._system_uuid = info.systemUUID if info is not None else None
+        return self._system_uuid
+
+    async def event(self, event: LedgerEvent, regarding: ObjectReference) -> None:
+        """An event of the ledger as an event of the API; the same one only once."""
+        namespace = regarding.namespace or "default"
+        name = f"kvtier.{self._node_name[:100]}.{event.at.replace(':', '').replace('-', '').lower()}.{event.seq:x}"
+        body = Event(
+            metadata=ObjectMeta(name=name, namespace=namespace),
+            eventTime=datetime.fromisoformat(event.at),
+            reportingController=_CONTROLLER,
+            reportingInstance=self._node_name[:128],
+            action="Watching",
+            reason=event.reason,
+            type=event.kind,
+            regarding=regarding,
+            note=event.message[:_NOTE_LIMIT],
+        )
+        try:
+            with translated(f"Event {namespace}/{name}"):
+                await self._client.create(body)
+        except Busy:  # it is there: told before a restart
+            return
+
+
+def _as(kind: Any, body: dict[str, Any]) -> Any:
+    """The body as an object of lightkube's: its generic classes are dicts, and typed as something else."""
+    return kind(body)
