@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated
 
 import typer
@@ -26,10 +25,12 @@ def demo(
 
     $ kvtier demo --prompt 'my secret is 1234' -o json
     """
-    from kvtier_api.errors import BackendUnavailable
+    from kvtier_api.errors import BackendUnavailable, UsageError
 
+    if output is OutputFormat.YAML:
+        raise UsageError("the demonstration has no YAML", obj="-o yaml", remedy="write -o table or -o json")
     try:
-        command = importlib.import_module("kvtier_demo.command")
+        from kvtier_demo import command
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "numpy"):
             raise
