@@ -5,7 +5,7 @@ set -euo pipefail
 
 # program:package - a program that answers proves that the package is there
 declare -A packages=(
-  [strace]=strace [mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [cryptsetup]=cryptsetup-bin [dmsetup]=dmsetup
+  [strace]=strace [mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [mkfs.btrfs]=btrfs-progs [mkfs.f2fs]=f2fs-tools [cryptsetup]=cryptsetup-bin [dmsetup]=dmsetup
   [losetup]=mount [unshare]=util-linux [fio]=fio [patchelf]=patchelf [kmod]=kmod [redis-server]=redis-server
 )
 missing=()

@@ -1,7 +1,8 @@
 """A consumer of a volume: fills its slot files with the lines it is given, by plain writes, and keeps them open.
 
 `python agent_consumer.py UID SLOT...`. Standard input: lines, then an empty line; then it waits for a line before it writes.
-Prints `written` when every byte is on the disk (fsync), and ends with its standard input.
+Prints `written` when every byte is on the disk (fsync), and ends with its standard input. After a line `eat` there it takes
+memory until it is killed.
 """
 
 import os
@@ -28,4 +29,7 @@ for path in sys.argv[2:]:
     os.fsync(fd)
     held.append(fd)
 print("written", flush=True)
-sys.stdin.buffer.read()
+if sys.stdin.buffer.readline() == b"eat\n":
+    eaten = []
+    while True:
+        eaten.append(b"x" * (1 << 20))

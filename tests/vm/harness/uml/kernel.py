@@ -19,7 +19,10 @@ from pathlib import Path
 
 PACKAGES = ("user-mode-linux", "libc6")
 #: What the host needs beside them: to build the cache, and for what guests run from the host's own tree.
-HOST_PACKAGES = ("patchelf", "kmod", "cryptsetup-bin", "dmsetup", "e2fsprogs", "xfsprogs", "debian-archive-keyring")
+HOST_PACKAGES = (
+    "patchelf", "kmod", "cryptsetup-bin", "dmsetup", "e2fsprogs", "xfsprogs", "btrfs-progs", "f2fs-tools",
+    "debian-archive-keyring",
+)  # fmt: skip
 #: The version that this was written with. Another one is used too; the stamp says which.
 TESTED_VERSION = "7.2um1"
 DEFAULT_MIRROR = "http://deb.debian.org/debian"
