@@ -116,3 +116,37 @@ def test_it_waits_for_crds_and_outlives_a_restart_of_the_api_server(own_plane: C
         wait_until("counted again", lambda: counted(api, 2), limit_s=60)
         assert controller.process is not None
         assert controller.process.poll() is None, "the same process, a new term"
+
+
+def test_a_node_is_heard_only_with_its_agents_pod_ready(plane: ControlPlane, api: Api) -> None:
+    """kubelet probes the agent; the controller reads the pod's condition, and needs no heartbeat of kvtier's own."""
+    name = f"c{secrets.token_hex(3)}"
+    api.request(
+        "POST",
+        f"/api/v1/namespaces/{api.namespace}/serviceaccounts",
+        json={"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}},
+    )
+    agent = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "agent",
+            "labels": {"app.kubernetes.io/name": "kvtier", "app.kubernetes.io/component": "node"},
+        },
+        "spec": {"nodeName": f"node-{api.namespace}", "containers": [{"name": "agent", "image": "agent"}]},
+    }
+
+    def scrubbed() -> tuple[str, str]:
+        found = {it["type"]: it for it in (api.get(TIERS, "t").get("status") or {}).get("conditions", [])}
+        return (found["Scrubbed"]["status"], found["Scrubbed"]["reason"]) if found else ("", "")
+
+    where = {"lease_namespace": api.namespace, "namespaces": (api.namespace,), "arguments": ()}
+    with Controller(plane, name, **where) as controller:  # type: ignore[arg-type]
+        controller.wait_leads()
+        with_volume(api)
+        wait_until("no agent", lambda: scrubbed() == ("Unknown", "NodeUnreachable"))
+        api.create("pods", agent)
+        api.set_status("pods", "agent", {"conditions": [{"type": "Ready", "status": "True"}]})
+        wait_until("heard", lambda: scrubbed() == ("True", "NothingLeft"))
+        api.set_status("pods", "agent", {"conditions": [{"type": "Ready", "status": "False"}]})
+        wait_until("silent", lambda: scrubbed() == ("Unknown", "NodeUnreachable"))

@@ -16,7 +16,7 @@ from kvtier_operator.facts import TierFacts, tier_facts, volume_facts
 from kvtier_operator.places import Surroundings, places
 from kvtier_operator.planning import Plan, Snapshot, plan
 from kvtier_operator.releasing import VolumeStep
-from operator_facts import NOW, a_node, a_record, a_snapshot, a_tier, a_volume, around, receipt
+from operator_facts import NOW, a_node, a_record, a_request, a_snapshot, a_tier, a_volume, around, receipt
 
 S = VolumeState
 GONE = Surroundings({})
@@ -213,3 +213,11 @@ def test_an_unreadable_volume_is_a_place() -> None:
     assert (found.tier, found.node_name, found.state) == (("n", "t"), "node-a", None)
     assert found.problem
     assert not plan(a_snapshot(a_tier(deleting=True), [found])).release_tier
+
+
+def test_a_record_that_an_open_request_needs_is_not_forgotten() -> None:
+    request = a_request()
+    needed = a_record(a_volume(1), request=request.uid, end=NOW - timedelta(minutes=9), name="needed")
+    others = [a_record(a_volume(n), end=NOW - timedelta(minutes=n), name=f"r{n}") for n in (2, 3)]
+    todo = plan(a_snapshot(a_tier(), [a_volume(8)], erasures=[request, needed, *others], history_limit=1))
+    assert [it.name for it in todo.forget_erasures] == ["r3"]

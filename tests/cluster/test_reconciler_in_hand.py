@@ -1,0 +1,172 @@
+"""One reconciler in this process, with a memory that the test makes wrong, on a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from api_client import Api, node, tier, volume, volume_status
+from controlplane import ControlPlane
+from lightkube import KubeConfig
+
+from kvtier_operator.event_poster import EventPoster
+from kvtier_operator.facts import node_facts, tier_facts, volume_facts
+from kvtier_operator.fence import Fence
+from kvtier_operator.kinds import VOLUMES
+from kvtier_operator.kube import Kube
+from kvtier_operator.metrics import Metrics
+from kvtier_operator.problems import ApiProblem, Conflict, NotLeading, Refused
+from kvtier_operator.reconciling import Reconciler
+from kvtier_operator.view import View
+
+
+class Hand:
+    """A reconciler, its memory and its fence."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.metrics = Metrics()
+        self.fence = Fence()
+        self.fence.open_until(time.monotonic() + 3600)
+        self.kube = Kube(KubeConfig.from_file(plane.admin), self.metrics, self.fence)
+        self.view = View(look_at_agents=False)
+        self.reconciler = Reconciler(self.kube, self.view, EventPoster(self.kube, "hand", self.metrics), self.metrics)
+
+
+def in_hand(plane: ControlPlane, work: Callable[[Hand], Awaitable[None]]) -> None:
+    async def scenario() -> None:
+        hand = Hand(plane)
+        try:
+            await work(hand)
+        finally:
+            await hand.kube.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_tier_is_not_released_because_memory_has_no_volume(api: Api, plane: ControlPlane) -> None:
+    """The gap of a watch: a volume that no event told of. Only the last look at the API server can see it."""
+    of = api.create("kvcachetiers", tier("t"))
+    api.merge("kvcachetiers", "t", {"metadata": {"finalizers": ["kvtier.dev/erase"]}})
+    api.create("kvcachevolumes", volume(of, "gone") | {"status": volume_status("InUse")})
+    api.delete("kvcachetiers", "t")
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(api.get("kvcachetiers", "t")))
+        await hand.reconciler.reconcile((api.namespace, "t"))
+        assert len(hand.view.volumes((api.namespace, "t"))) == 1
+
+    in_hand(plane, work)
+    assert api.get("kvcachetiers", "t")["metadata"]["finalizers"] == ["kvtier.dev/erase"]
+
+
+def test_an_old_memory_is_a_conflict_that_is_read_again(api: Api, plane: ControlPlane) -> None:
+    old = api.create("kvcachetiers", tier("t"))
+    api.merge("kvcachetiers", "t", {"spec": {"ranks": 7}})
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(old))
+        await hand.reconciler.reconcile((api.namespace, "t"))
+
+    in_hand(plane, work)
+    found = api.get("kvcachetiers", "t")
+    assert found["status"]["observedGeneration"] == 2
+    assert found["metadata"]["finalizers"] == ["kvtier.dev/erase"]
+
+
+def test_a_tier_made_anew_under_its_name_gets_nothing_that_was_decided_on_the_old_one(
+    api: Api, plane: ControlPlane
+) -> None:
+    old = api.create("kvcachetiers", tier("t", governance={"owner": "old"}))
+    api.delete("kvcachetiers", "t")
+    new = api.create("kvcachetiers", tier("t"))
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(old))
+        await hand.reconciler.reconcile((api.namespace, "t"))
+        held = hand.view.tier((api.namespace, "t"))
+        assert held is not None
+        assert held.meta.uid == new["metadata"]["uid"]
+
+    in_hand(plane, work)
+
+
+def test_a_closed_fence_lets_nothing_through(api: Api, plane: ControlPlane) -> None:
+    made = api.create("kvcachetiers", tier("t"))
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(made))
+        hand.fence.close()
+        with pytest.raises(NotLeading):
+            await hand.reconciler.reconcile((api.namespace, "t"))
+
+    in_hand(plane, work)
+    assert api.get("kvcachetiers", "t")["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+
+
+def test_history_is_pruned_by_this_very_version_or_not_at_all(api: Api, plane: ControlPlane) -> None:
+    of = api.create("kvcachetiers", tier("t"))
+    erased = api.create("kvcachevolumes", volume(of, finalizer=False) | {"status": volume_status("Erased")})
+    fact = volume_facts(erased)
+    api.merge("kvcachevolumes", fact.name, {"metadata": {"annotations": {"kept": "yes"}}})
+
+    async def work(hand: Hand) -> None:
+        with pytest.raises(Conflict):
+            await hand.kube.delete(VOLUMES, *fact.key, uid=fact.uid, version=fact.version)
+        with pytest.raises(Conflict):
+            newer = api.get("kvcachevolumes", fact.name)["metadata"]["resourceVersion"]
+            await hand.kube.delete(VOLUMES, *fact.key, uid="another", version=newer)
+
+    in_hand(plane, work)
+    assert api.find("kvcachevolumes", fact.name) is not None
+
+
+def test_the_history_limit_holds_for_volumes_and_records(api: Api, plane: ControlPlane) -> None:
+    of = api.create("kvcachetiers", tier("t"))
+    api.create("nodes", node(f"node-{api.namespace}"))
+    bodies = [
+        api.create("kvcachevolumes", volume(of, f"node-{api.namespace}") | {"status": volume_status("Erased")})
+        for _ in range(4)
+    ]
+
+    async def work(hand: Hand) -> None:
+        hand.reconciler._history_limit = 1
+        for body in bodies:
+            hand.view.take(volume_facts(body))
+        hand.view.take(tier_facts(of))
+        hand.view.take(node_facts(api.get("nodes", f"node-{api.namespace}")))
+        await hand.reconciler.reconcile((api.namespace, "t"))
+
+    in_hand(plane, work)
+    assert [it["metadata"]["name"] for it in api.list("kvcachevolumes")] == [bodies[-1]["metadata"]["name"]]
+
+
+def test_what_is_forbidden_is_said_as_refused(api: Api, plane: ControlPlane) -> None:
+    nobody = plane.kubeconfig("nobody")
+
+    async def work(hand: Hand) -> None:
+        kube = Kube(KubeConfig.from_file(nobody), hand.metrics, hand.fence)
+        try:
+            with pytest.raises(Refused, match="nobody"):
+                await kube.is_served(VOLUMES, api.namespace)
+        finally:
+            await kube.close()
+
+    in_hand(plane, work)
+
+
+def test_no_answer_is_a_problem_to_try_again(tmp_path_factory: pytest.TempPathFactory, plane: ControlPlane) -> None:
+    text = plane.admin.read_text().replace(f":{plane.api_port}", ":1")
+    nowhere = tmp_path_factory.mktemp("nowhere") / "config"
+    nowhere.write_text(text)
+
+    async def work(hand: Hand) -> None:
+        kube = Kube(KubeConfig.from_file(nowhere), hand.metrics, hand.fence)
+        try:
+            with pytest.raises(ApiProblem, match="no answer"):
+                await kube.is_served(VOLUMES)
+        finally:
+            await kube.close()
+
+    in_hand(plane, work)
