@@ -139,11 +139,18 @@ def make_file_system(device: str, *, features: str) -> None:
 
 
 def mount_volume(place: Directory, device: str) -> None:
-    """Mount `device` on `<place>/mnt` (nodev, nosuid, noexec, noatime)."""
+    """Mount `device` on `<place>/mnt` (nodev, nosuid, noexec, noatime). Raises KernelError."""
     with place.child(MOUNT_NAME) as target:
-        bounded.call(
-            "kvtier_node.children.mounting:mount", timeout_s=_LIMIT_S, fds={"target": target.fd}, source=device
-        )
+        try:
+            bounded.call(
+                "kvtier_node.children.mounting:mount", timeout_s=_LIMIT_S, fds={"target": target.fd}, source=device
+            )
+        except OSError as error:
+            raise KernelError(
+                f"the new file system cannot be mounted: {error.strerror}",
+                obj=f"{device} on {target.path}",
+                remedy="see the kernel log: a disk that loses writes, most likely",
+            ) from error
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The agent's whole life on a node, over and over: open, recover, provision, serve a consumer that is killed, erase.
 
 args: rounds; lines (canaries that the consumer writes into its slots); backend (DmCrypt); device (None: an image); stop_at
-(arrow of this boot at which to stand still). The order is that of `kvtier node`: what a power cut left is erased before
-anybody is served.
+(arrow of this boot at which to stand still); lie_at (arrow from which on the disk keeps nothing; -1: from the start). The
+order is that of `kvtier node`: what a power cut left is erased before anybody is served.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import agent_node
 from umlguest import channel
 
+from kvtier_api.errors import KvtierError
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.guarding import wait_for_end
 from kvtier_node.live import LiveVolume
@@ -70,11 +71,24 @@ def consume(node: Node, live: LiveVolume, slots: list[Path]) -> subprocess.Popen
 
 def main() -> None:
     channel.report("up", pid=os.getpid())
-    agent_node.mount_disk(kind=channel.args["kind"])
+    lie_at = channel.args.get("lie_at")
+    if lie_at is None:
+        agent_node.mount_disk(kind=channel.args["kind"])
+    else:
+        device, lie = agent_node.lie_from_arrow(lie_at)
+        agent_node.mount_disk(device, channel.args["kind"])
+        if lie_at < 0:
+            lie()
     node = agent_node.open_observed()
     recovered(node)
     for _ in range(channel.args["rounds"]):
-        served(node)
+        try:
+            served(node)
+        except (KvtierError, RuntimeError) as error:  # on a disk that lies anything may fail
+            if lie_at is None:
+                raise
+            channel.report("failed", text=f"{type(error).__name__}: {error}")
+            channel.listen()
     channel.report(
         "done",
         rows=agent_node.rows(node),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ TIER = ROOT / "demo"
 #: The kernel would write everything after 30 s, and ext4 after 5 s; by chance nothing may become durable here.
 MOUNT_OPTIONS = ("noatime", "commit=300")
 
+#: Called with every arrow before it is reported: what a test does to the disk in that moment.
+at_each_arrow: list[Callable[[int, Transition], None]] = []
+
+#: Devices of the test's own, which `left_over` does not count.
+not_the_agents: set[str] = set()
+
 _arrows = 0
 _real_call = bounded.call
 
@@ -44,6 +50,29 @@ def mount_disk(device: str = DISK, kind: str = "ext4") -> None:
     options = ",".join(MOUNT_OPTIONS) if kind == "ext4" else "noatime"
     blockdev.run("mount", "-t", kind, "-o", options, device, str(NODE))
     ROOT.mkdir(mode=0o755, exist_ok=True)
+
+
+def lie_from_arrow(wanted: int) -> tuple[str, Callable[[], None]]:
+    """A device on the disk that from that arrow of this boot on says yes to every write and flush, and keeps none.
+
+    And the function that makes it lie at once.
+    """
+    blockdev.load("dm-flakey")
+    length = blockdev.sectors(DISK)
+    device = blockdev.dm_create("flaky", f"flakey {DISK} 0 60000 0", length)
+    not_the_agents.add("dm device flaky")
+
+    def lie() -> None:
+        # Neither the file system nor what is under way is flushed: what was not durable is lost from here on.
+        blockdev.dm_reload("flaky", f"flakey {DISK} 0 0 60000 1 drop_writes", length, "--nolockfs", "--noflush")
+        channel.report("lying")
+
+    def at_arrow(number: int, _arrow: Transition) -> None:
+        if number == wanted:
+            lie()
+
+    at_each_arrow.append(at_arrow)
+    return device, lie
 
 
 def tier(**changes: Any) -> KVCacheTier:
@@ -72,6 +101,8 @@ def open_observed() -> Node:
 
 def _observe(arrow: Transition) -> None:
     global _arrows
+    for act in at_each_arrow:
+        act(_arrows, arrow)
     fields = {"n": _arrows, "volume": arrow.volume_id, "before": arrow.before, "after": arrow.after}
     if channel.args.get("stop_at") == _arrows:
         channel.barrier("arrow", **fields)
@@ -138,7 +169,8 @@ def left_over() -> list[str]:
     found = [f"dm device {name}" for name in device_mapper.names()]
     found += [f"loop device {path.parents[1].name}" for path in Path("/sys/block").glob("loop*/loop/backing_file")]
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return found + [f"mount {point}" for point in mounts if point.startswith(f"{NODE}/")]
+    found += [f"mount {point}" for point in mounts if point.startswith(f"{NODE}/")]
+    return [thing for thing in found if thing not in not_the_agents]
 
 
 def kept_places(node: Node) -> Sequence[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from uml.imagesearch import Hit, canary_lines, canary_needles, key_needles, search
+from uml.imagesearch import Hit, Needle, canary_lines, canary_needles, key_needles, search
 from uml.machine import Event, Machine
 
 #: The arrows of a volume that is made, used and erased, in order.
@@ -53,30 +53,47 @@ class AgentNode:
         args = {"rounds": 1, "lines": lines, "backend": self.backend, "kind": self.kind} | args
         return self.start(guest, work=self.disk.parent, disks=[self.disk, *disks], serials=self.serials, args=args)
 
-    def cut(self, machine: Machine) -> None:
-        """Cut the power (if it is still on), then hold every claim against what the boot reported and what the disk has."""
+    def cut(self, machine: Machine, *, claims: bool = True) -> None:
+        """Cut the power (if it is still on), then hold every claim against what the boot reported and what the disk has.
+
+        Without `claims` only the disk counts: nothing else can be asked of a boot on a disk that lies.
+        """
         machine.cut()
         self.note_keys(machine)
-        claims_of_boot(machine)
+        if claims:
+            claims_of_boot(machine)
         if self.backend == "DmCrypt":
             hits = self.hits()
             assert not hits, f"{len(hits)} hits on the raw disk, the first is {hits[0]}"
 
     def note_keys(self, machine: Machine) -> None:
-        for event in machine.events:
-            if event.tag == "key":
-                assert event["is_the_one_made"], (
-                    "the kernel uses another key than the one that was made and is on record"
-                )
-                assert len(event["hex"]) == 128
-                self.keys[f"{event['volume']} {event['hex'][:4]}"] = event["hex"]
+        self.keys |= keys_of(machine)
 
     def hits(self) -> list[Hit]:
         """Canaries and keys (whole, half, hexadecimal, base64) anywhere on the raw disk."""
-        needles = canary_needles(CANARIES)
-        for name, key in self.keys.items():
-            needles += key_needles(name, bytes.fromhex(key))
-        return search(self.disk, needles)
+        return search(self.disk, _needles(self.keys))
+
+
+def keys_of(machine: Machine) -> dict[str, str]:
+    """Every key that the kernel was given in this boot, by what it was for. Each must be the one that is on record."""
+    found = {}
+    for event in machine.events:
+        if event.tag == "key":
+            assert event["is_the_one_made"], "the kernel uses another key than the one that was made and is on record"
+            assert len(event["hex"]) == 128
+            found[f"{event['volume']} {event['hex'][:4]}"] = event["hex"]
+    return found
+
+
+def canary_needles_and_keys(machine: Machine) -> list[Needle]:
+    return _needles(keys_of(machine))
+
+
+def _needles(keys: dict[str, str]) -> list[Needle]:
+    needles = canary_needles(CANARIES)
+    for name, key in keys.items():
+        needles += key_needles(name, bytes.fromhex(key))
+    return needles
 
 
 def after_a_power_cut(machine: Machine, timeout_s: float = 60) -> None:

@@ -95,15 +95,23 @@ class Machine:
 
         Raises MachineEnded if the machine goes off first, MachineTimeout after `timeout_s`.
         """
+        return self._wait_for({tag}, timeout_s, where)
+
+    def wait_for_any(self, *tags: str, timeout_s: float = 30.0) -> Event:
+        """As `wait_for`, for the first event of any of these tags."""
+        return self._wait_for(set(tags), timeout_s, None)
+
+    def _wait_for(self, tags: set[str], timeout_s: float, where: Callable[[Event], bool] | None) -> Event:
         deadline = time.monotonic() + timeout_s
+        tag = " or ".join(sorted(tags))
         with self._changed:
             while True:
                 while self._seen < len(self.events):
                     event = self.events[self._seen]
                     self._seen += 1
-                    if event.tag == tag and (where is None or where(event)):
+                    if event.tag in tags and (where is None or where(event)):
                         return event
-                    if event.tag == "exit" and tag != "exit":
+                    if event.tag == "exit" and "exit" not in tags:
                         raise MachineEnded(self._story(f"ended with {event.fields} before {tag!r}"))
                 if self._line_closed:
                     raise MachineEnded(self._story(f"went off before {tag!r}"))

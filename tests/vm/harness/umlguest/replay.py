@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import itertools
 import os
+import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,16 +28,19 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class State:
-    """The disk after all entries up to the barrier `entry`; `marks`: what the recording had marked before it."""
+    """The disk after all entries up to the barrier `entry`; `marks`: what the recording had marked before it.
+
+    `torn`: how many of the writes that came after it, and that no barrier had made durable yet, are on the disk too.
+    """
 
     entry: Entry
     marks: list[str]
     image: Path
+    torn: int = 0
 
     @contextmanager
-    def mounted(self, kind: str = "ext4") -> Iterator[Path]:
+    def mounted(self, kind: str = "ext4", place: Path = Path("/mnt/state")) -> Iterator[Path]:
         """Mount this state read-write, as the next boot would; the journal is recovered by the kernel."""
-        place = Path("/mnt/state")
         place.mkdir(exist_ok=True)
         with _loop(self.image) as device:
             _check(_LIBC.mount(device.encode(), str(place).encode(), kind.encode(), 0, None), f"mount {device}")
@@ -43,17 +48,56 @@ class State:
             _check(_LIBC.umount2(str(place).encode(), 0), f"umount {place}")
 
 
-def states(log_device: str, disk_bytes: int, first_mark: str = "") -> Iterator[State]:
-    """Each barrier's state, those before `first_mark` left out. The disk was all zeros when the recording began."""
+def states(
+    log_device: str,
+    disk_bytes: int,
+    first_mark: str = "",
+    *,
+    shard: int = 0,
+    shards: int = 1,
+    chance: random.Random | None = None,
+) -> Iterator[State]:
+    """Each barrier's state, those before `first_mark` left out. The disk was all zeros when the recording began.
+
+    Of those, the states `shard`, `shard + shards`, …: several machines can share the work. With `chance` each is followed by
+    a torn one: some of the writes that the disk had taken, and not yet made durable, are there, in any combination.
+    """
     blockdev.load("loop")
     base, copy = Path("/dev/shm/replay.base"), Path("/dev/shm/replay.copy")
     with LogWrites(log_device) as log, open(base, "w+b") as target:
         target.truncate(disk_bytes)
-        for entry, marks in log.states(target.fileno()):
-            if first_mark and first_mark not in marks:
+        groups = _groups(log)
+        marks: list[str] = []
+        number = -1
+        for group, following in itertools.zip_longest(groups, groups[1:], fillvalue=[]):
+            for entry in group:
+                log.apply(entry, target.fileno())
+            marks += [entry.mark for entry in group if entry.mark]
+            if not group[-1].is_barrier or (first_mark and first_mark not in marks):
+                continue
+            number += 1
+            if number % shards != shard:
                 continue
             _copy_sparse(target.fileno(), copy, disk_bytes)
-            yield State(entry, marks, copy)
+            yield State(group[-1], list(marks), copy)
+            writes = [entry for entry in following if entry.size]
+            if chance is not None and len(writes) > 1:
+                _copy_sparse(target.fileno(), copy, disk_bytes)
+                some = [entry for entry in writes if chance.random() < 0.5]
+                with open(copy, "r+b") as torn:
+                    for entry in some:
+                        log.apply(entry, torn.fileno())
+                yield State(group[-1], marks + [entry.mark for entry in following if entry.mark], copy, len(some))
+
+
+def _groups(log: LogWrites) -> list[list[Entry]]:
+    """The log's entries, cut after each barrier."""
+    groups: list[list[Entry]] = [[]]
+    for entry in log.entries():
+        groups[-1].append(entry)
+        if entry.is_barrier:
+            groups.append([])
+    return [group for group in groups if group]
 
 
 def _copy_sparse(source_fd: int, target: Path, size: int) -> None:
