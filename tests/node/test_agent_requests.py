@@ -65,11 +65,19 @@ def test_without_wait_the_request_is_on_record_and_done_by_the_guardian(host: Ho
 
 def test_a_request_does_not_end_a_volume_that_was_made_after_it(host: Host) -> None:
     host.declare("chat", **SEALED)
-    host.run("chat", "sleep 600")
-    assert host.json("erase", "chat", "--reason", "x", "--yes", "--wait")["state"] == "Complete"
-    _, told, _ = host.run("chat", "sleep 600")
-    host.node().event("ready")
-    assert host.volume(told["KVTIER_VOLUME_ID"])["state"] == "InUse"
+    host.node()
+    _, told, _ = host.run("chat", 'exec 3<>"$KVTIER_SLOT_PREFIX.rank_0"; sleep 600 & echo $! > $NOTE/child; wait')
+    host.kvtier("erase", "chat", "--reason", "x", "--yes")
+    child = int(next(host.base.glob("notes-*/child")).read_text())
+    host.pids.append(child)
+    later, told_later, _ = host.run("chat", "sleep 600")
+    # What the first command forked still holds its slot file: the request stays open, and the later volume stays in use.
+    assert len(host.json("status")["requests"]) == 1
+    os.kill(child, signal.SIGKILL)
+    host.wait_state(told["KVTIER_VOLUME_ID"], "Erased")
+    wait_for(lambda: not host.json("status")["requests"], "the end of the request")
+    assert host.volume(told_later["KVTIER_VOLUME_ID"])["state"] == "InUse"
+    assert later.popen.poll() is None
 
 
 @pytest.mark.parametrize(
