@@ -34,6 +34,15 @@ def new_base(made: list[Path]) -> Path:
     return base
 
 
+def detach(name: str, base: Path) -> None:
+    """Detach loop device `name` if it still is on an image below `base`: by now the number may be another test's."""
+    for image in base.rglob("volume.img"):
+        info = image.stat()
+        for device in loop.find_by_backing(info.st_dev, info.st_ino):
+            if device.path.endswith(name):
+                loop.detach(device)
+
+
 def discard(base: Path) -> None:
     """Take everything below `base` away, whatever state a failed test left it in."""
     claims.end_consumer(base)
@@ -42,5 +51,5 @@ def discard(base: Path) -> None:
         if kind == "mount":
             subprocess.run(["umount", "-l", what.split()[4]], check=False)
         else:
-            subprocess.run(["losetup", "-d", f"/dev/{what}"], check=False)
+            detach(what, base)
     subprocess.run(["rm", "-rf", str(base)], check=True)
