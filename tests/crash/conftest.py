@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import claims
 from scenario import below
 
+from kvtier_node.kernel import loop
+
 
 @pytest.fixture
 def bases() -> Iterator[list[Path]]:
