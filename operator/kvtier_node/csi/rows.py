@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from kvtier_api.errors import KvtierError, NotFound
@@ -22,7 +23,7 @@ from kvtier_node.places import MOUNT_NAME
 from kvtier_node.pods.consumer import PodIdentity, pod_of
 from kvtier_node.pods.target import TargetPath, TargetState, open_target_if_there
 
-__all__ = ["anything_left", "find_row", "of_pods", "volume_root"]
+__all__ = ["Left", "find_row", "left_of", "of_pods", "volume_root"]
 
 _LIVING: Final = frozenset(VolumeState) - TERMINAL
 
@@ -42,18 +43,27 @@ def find_row(node: Node, csi_volume_id: str) -> VolumeRow | None:
     return next((row for row, pod in of_pods(node) if pod.csi_volume_id == csi_volume_id), None)
 
 
-def anything_left(node: Node, csi_volume_id: str, target: TargetPath) -> bool:
-    """Whether anything of the volume may be on this node: a row that has not ended, or a mount at the target."""
+@dataclass(frozen=True)
+class Left:
+    """Whether anything of a volume may be on this node: a row that has not ended, or a mount at the target."""
+
+    anything: bool
+    row: VolumeRow | None = None
+
+
+def left_of(node: Node, csi_volume_id: str, target: TargetPath) -> Left:
+    """Never raises: not known is not nothing."""
     try:
-        if find_row(node, csi_volume_id) is not None:
-            return True
+        row = find_row(node, csi_volume_id)
+        if row is not None:
+            return Left(True, row)
         directory = open_target_if_there(target)
         if directory is None:
-            return False
+            return Left(False)
         with directory:
-            return directory.state() is TargetState.MOUNTED
+            return Left(directory.state() is TargetState.MOUNTED)
     except (KvtierError, OSError):
-        return True  # not known is not nothing
+        return Left(True)
 
 
 @contextmanager

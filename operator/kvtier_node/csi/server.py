@@ -21,7 +21,7 @@ from kvtier_node.csi.generated import csi_pb2_grpc
 from kvtier_node.csi.names import DRIVER
 from kvtier_node.csi.publishing import Publisher
 from kvtier_node.csi.registration import Registration
-from kvtier_node.csi.rows import anything_left
+from kvtier_node.csi.rows import left_of
 from kvtier_node.csi.services import IdentityService, NodeService
 from kvtier_node.csi.sockets import SocketPlace
 from kvtier_node.csi.surroundings import Cluster, Context, Guards
@@ -62,6 +62,7 @@ class _Work:
     def __init__(self, context: Context) -> None:
         self._node = context.node
         self._threads = context.threads
+        self._guards = context.guards
         self._publisher = Publisher(context)
         self._unpublisher = Unpublisher(context)
         self._foreign: set[str] = set()
@@ -91,8 +92,10 @@ class _Work:
     async def usage(self, call: StatsCall) -> Usage:
         return await self._threads.run(lambda: usage_of(self._node, call))
 
-    async def anything_left(self, volume_id: str, target: TargetPath) -> bool:
-        return await self._threads.run(lambda: anything_left(self._node, volume_id, target))
+    async def left(self, volume_id: str, target: TargetPath) -> tuple[bool, str]:
+        found = await self._threads.run(lambda: left_of(self._node, volume_id, target))
+        watch = self._guards.watch_of(found.row.volume_id) if found.row is not None else None
+        return found.anything, watch.failure if watch is not None else ""
 
 
 class CsiService:

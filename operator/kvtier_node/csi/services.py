@@ -10,7 +10,7 @@ import grpc.aio
 
 from kvtier_api.errors import KernelError, KvtierError
 from kvtier_node.csi.calls import PublishCall, StatsCall, UnpublishCall
-from kvtier_node.csi.codes import BadCall, code_of, text_of
+from kvtier_node.csi.codes import BadCall, Pending, code_of, text_of
 from kvtier_node.csi.generated import csi_pb2 as pb
 from kvtier_node.csi.generated import csi_pb2_grpc
 from kvtier_node.csi.names import DRIVER
@@ -31,7 +31,9 @@ class Work(Protocol):
     async def publish(self, call: PublishCall) -> None: ...
     async def unpublish(self, call: UnpublishCall) -> None: ...
     async def usage(self, call: StatsCall) -> Usage: ...
-    async def anything_left(self, volume_id: str, target: TargetPath) -> bool: ...
+
+    async def left(self, volume_id: str, target: TargetPath) -> tuple[bool, str]:
+        """Whether anything of the volume may be on this node, and what keeps it from being erased, if anything does."""
 
 
 class IdentityService(csi_pb2_grpc.IdentityServicer):
@@ -114,7 +116,9 @@ class NodeService(csi_pb2_grpc.NodeServicer):
         try:
             await self.operations.run(volume_id, (name, call), begun, limit_s=limit_s)
         except KvtierError as error:
-            left = await self._work.anything_left(volume_id, target)
+            left, why = await self._work.left(volume_id, target)
+            if why and why not in str(error):
+                error = Pending(f"{error.cause}; {why}", obj=error.obj, remedy=error.remedy)
             self._log.info(f"{name}-refused", csi_volume=volume_id, error=str(error), state_left=left)
             await self._refuse(context, error, state_left=left)
 

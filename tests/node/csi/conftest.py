@@ -1,0 +1,75 @@
+"""One agent with its CSI service for every test, in a process of its own, and kubelet's calls by hand (`csi_agent`)."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from csi_agent import Kubelet, Pod
+from requirements import need_root
+
+
+@pytest.fixture
+def kubelet() -> Iterator[Kubelet]:
+    """No agent yet. Whatever a test leaves mounted or attached is taken away, and fails it."""
+    need_root()
+    base = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    base.chmod(0o755)
+    made = Kubelet(base)
+    try:
+        yield made
+    finally:
+        if made.process is not None:
+            made.stop_agent(signal.SIGKILL)
+        left = made.left_over()
+        for point in sorted(made.mounts(), reverse=True):
+            subprocess.run(["umount", "-l", point], check=False)
+        for device in [name for name in left if name.startswith("loop")]:
+            subprocess.run(["losetup", "-d", f"/dev/{device}"], check=False)
+        log = (base / "agent.log").read_text() if (base / "agent.log").exists() else ""
+        print(log[-6000:])
+        shutil.rmtree(base)
+
+
+@pytest.fixture
+def serving(kubelet: Kubelet) -> Kubelet:
+    """With an agent that serves, and a tier `chat`."""
+    kubelet.declare_tier()
+    kubelet.start_agent()
+    return kubelet
+
+
+@pytest.fixture
+def new_pod(kubelet: Kubelet) -> Callable[..., Pod]:
+    """A new pod that the API server knows."""
+
+    def make(**fields: str) -> Pod:
+        uid = f"{secrets.token_hex(4)}-0000-4000-8000-{secrets.token_hex(6)}"
+        pod = Pod(uid=uid, **({"name": f"engine-{secrets.token_hex(3)}"} | fields))
+        kubelet.declare_pod(pod)
+        return pod
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def argument_kubelet() -> Iterator[Kubelet]:
+    """One agent for all tests of a module that make no volume."""
+    need_root()
+    base = Path(tempfile.mkdtemp(prefix="kvt-", dir="/tmp"))
+    base.chmod(0o755)
+    made = Kubelet(base)
+    try:
+        made.start_agent()
+        yield made
+    finally:
+        if made.process is not None:
+            made.stop_agent(signal.SIGKILL)
+        shutil.rmtree(base)
