@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -42,8 +43,13 @@ def kubectl() -> Path:
 
 @pytest.fixture(scope="session")
 def render(helm: Path) -> Callable[..., Rendered]:
+    known: dict[str, Rendered] = {}
+
     def of(values: Json | None = None, **more: Any) -> Rendered:
-        return helm_template(helm, values, **more)
+        key = json.dumps([values, more], sort_keys=True)
+        if key not in known:
+            known[key] = helm_template(helm, values, **more)
+        return known[key]
 
     return of
 
