@@ -10,8 +10,11 @@ import errno
 import json
 import mmap
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -124,6 +127,36 @@ for line in sys.stdin:
 """
 
 
+AS_NOBODY = """
+import json, os, sys
+from kvtier_node.kernel import libc
+from kvtier_node.kernel.namespaces import leave_mount_namespace
+
+def closed(path):
+    "The topmost directory on the way to `path` that others may not pass."
+    names = path.split("/")[1:]
+    for depth in range(1, len(names)):
+        above = "/" + "/".join(names[:depth])
+        if not os.stat(above).st_mode & 1:
+            return above
+    return None
+
+leave_mount_namespace()
+behind = {}
+for path in json.loads(sys.argv[1]):
+    if closed(path):
+        behind.setdefault(closed(path), []).append((path, os.open(path, os.O_PATH)))
+for above, paths in behind.items():
+    libc.mount("tmpfs", above, "tmpfs", 0, "mode=755")
+    for path, fd in sorted(paths):
+        os.makedirs(path, exist_ok=True)
+        libc.mount(f"/proc/self/fd/{fd}", path, None, 0x1000 | 0x4000, None)  # MS_BIND | MS_REC
+        os.close(fd)
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[2:]])
+"""
+
+
 @dataclass
 class Host:
     """One node. `base` holds everything: `tiers` (the allowed root) and `state`."""
@@ -176,7 +209,7 @@ class Host:
         return live
 
     def popen(self, argv: list[str], **options: Any) -> subprocess.Popen[Any]:
-        process = subprocess.Popen(argv, **options)
+        process = subprocess.Popen(argv, start_new_session=True, **options)
         self.processes.append(process)
         return process
 
@@ -240,6 +273,14 @@ class Host:
             check=check, text=True, capture_output=True, timeout=120, **options,
         )  # fmt: skip
 
+    def python_as_nobody(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run Python as a user without any privilege.
+
+        In a mount namespace of its own, where the interpreter and the sources are reachable: they may be in root's home.
+        """
+        needed = {sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isdir(path))}
+        return self.python(AS_NOBODY, json.dumps(sorted(needed)), textwrap.dedent(code), *arguments)
+
     def recover_elsewhere(self) -> dict[str, Any]:
         """A recovery in a fresh process; what it did, with the volumes' ids."""
         done = self.python(
@@ -286,8 +327,10 @@ class Host:
 
     def clean_up(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
+            try:
+                os.killpg(process.pid, signal.SIGKILL)  # what it forked, too
+            except ProcessLookupError:
+                pass
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
@@ -303,12 +346,15 @@ class Host:
         self._unprotect()
         eventually("every loop device given back", lambda: not self.loops())
         assert self.mounts() == []
+        shutil.rmtree(self.base)
 
     def _unprotect(self) -> None:
         subprocess.run([need_tool("chattr"), "-R", "-f", "-i", "-a", str(self.base)], check=False, capture_output=True)
 
 
-def make_host(base: Path) -> Host:
-    (base / "tiers").mkdir(parents=True)
+def make_host() -> Host:
+    """In a folder that consumers of another user reach, too: pytest's own is closed to them."""
+    base = Path(tempfile.mkdtemp(prefix="kvtier-test-"))
     base.chmod(0o755)
+    (base / "tiers").mkdir()
     return Host(base, open_node(str(base / "state"), [str(base / "tiers")], name="node-a"))

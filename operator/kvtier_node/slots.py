@@ -56,7 +56,7 @@ def open_consumer_file(slots: Directory, name: str, flags: int) -> int | None:
         info = os.fstat(found)
         if not stat.S_ISREG(info.st_mode) or info.st_dev != os.fstat(slots.fd).st_dev:
             return None
-        return os.open(f"/proc/self/fd/{found}", flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        return _reopen(found, info, flags | os.O_NONBLOCK | os.O_NOCTTY)
     except BlockingIOError as error:
         raise Busy(
             "another process holds a lease on it",
@@ -74,12 +74,28 @@ def open_consumer_file(slots: Directory, name: str, flags: int) -> int | None:
 def enter(directory: Directory, name: str) -> Directory | None:
     """A directory of the consumer's making, whatever its name, owner or mode; None for what is none, or is a mount."""
     try:
-        fd = libc.openat2(directory.fd, name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, 0, _BELOW)
+        found = libc.openat2(directory.fd, name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, 0, _BELOW)
     except OSError as error:
         if error.errno in _NOT_THERE:
             return None
         raise
+    try:
+        fd = _reopen(found, os.fstat(found), os.O_RDONLY | os.O_DIRECTORY)
+    finally:
+        os.close(found)
     return Directory(fd, f"{directory.path}/{name}")
+
+
+def _reopen(found: int, info: os.stat_result, flags: int) -> int:
+    """Open what an O_PATH descriptor has. Without root, a mode of our own user's making is no reason not to look."""
+    path = f"/proc/self/fd/{found}"
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except PermissionError:
+        if info.st_uid != os.geteuid() or info.st_mode & stat.S_IRWXU == stat.S_IRWXU:
+            raise
+    os.chmod(path, stat.S_IMODE(info.st_mode) | stat.S_IRWXU)
+    return os.open(path, flags | os.O_CLOEXEC)
 
 
 def walk_files(directory: Directory, depth: int = _DEEPEST) -> Iterator[tuple[Directory, str]]:

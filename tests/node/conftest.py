@@ -15,10 +15,10 @@ from requirements import need_root
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host() -> Iterator[Host]:
     """A node on the root disk's ext4."""
     need_root()
-    made = make_host(tmp_path / "host")
+    made = make_host()
     try:
         yield made
     finally:
