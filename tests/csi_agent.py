@@ -221,14 +221,16 @@ class Kubelet:
     def start_agent(self, die: str | None = None, *, serve: bool = True) -> None:
         """Start it, and wait until it serves, unless `serve` is false; with `die`, it may be dead by then."""
         self.log = (self.base / "agent.log").open("ab")
-        arguments = [sys.executable, __file__, str(self.base), *([die] if die else [])]
-        process = self.process = subprocess.Popen(arguments, stdout=self.log, stderr=self.log)
+        process = self.process = subprocess.Popen(self.command(die), stdout=self.log, stderr=self.log)
         self._channel = grpc.insecure_channel(
             f"unix:{self.root}/plugins/node.kvtier.dev/csi.sock",
             options=[("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)],
         )
         if serve:
             self.wait("the agent is ready", lambda: (die and process.poll() is not None) or self.is_ready())
+
+    def command(self, die: str | None) -> list[str]:
+        return [sys.executable, __file__, str(self.base), *([die] if die else [])]
 
     def probe(self) -> bool | None:
         """What the endpoint says of itself; None while it does not answer."""

@@ -82,9 +82,8 @@ def test_nothing_is_registered_and_nothing_published_before_recovery_has_finishe
     )
     assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
     try:
-        kubelet.remove_folders(pod)  # so that recovery has something to write: the pod is gone
         os.system(f"umount -l {kubelet.target(pod)}")
-        kubelet.remove_folders(pod)
+        kubelet.remove_folders(pod)  # the pod is gone, so recovery has something to write
         kubelet.start_agent(serve=False)
         kubelet.wait("the endpoint answers", lambda: kubelet.probe() is not None)
         assert kubelet.probe() is False
