@@ -83,5 +83,9 @@ def below(base: Path) -> Iterator[str]:
         if str(base) in line:
             yield f"mount: {line}"
     for device in Path("/sys/block").glob("loop*/loop/backing_file"):
-        if str(base) in device.read_text():
+        try:
+            backing = device.read_text()
+        except FileNotFoundError:
+            continue  # another test's, detached just now
+        if str(base) in backing:
             yield f"loop device: {device.parent.parent.name}"
