@@ -105,6 +105,10 @@ class DmCrypt:
                 _open(device.path, name, "aes-xts-plain64")
                 _remove(name)
         except (KvtierError, OSError) as error:
+            if device_mapper.exists(
+                name
+            ):  # cryptsetup was ended before it had finished, or dmsetup before it had begun
+                _remove(name)
             return Probe(False, str(error))
         finally:
             os.close(fd)
@@ -224,7 +228,7 @@ class DmCrypt:
         if request.device is not None:
             size = raw_device.size_of_taken(request) // BLOCK_BYTES * BLOCK_BYTES
         else:
-            fd = image.open_image(place, os.O_RDONLY)
+            fd = image.open_image(place, request, os.O_RDONLY)
             if fd is None:
                 return []
             try:
@@ -236,7 +240,7 @@ class DmCrypt:
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
         if request.device is not None:
             return raw_device.read_back(request)
-        fd = image.open_image(place)
+        fd = image.open_image(place, request)
         if fd is None:
             return [Step("read-back", None, "no image of the volume is left to read")]
         try:

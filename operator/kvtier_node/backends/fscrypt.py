@@ -192,7 +192,7 @@ class Fscrypt:
         return policy is not None and fscrypt.key_status(root.fd, policy) is fscrypt.KeyStatus.PRESENT
 
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
-        fd = image.open_image(place)
+        fd = image.open_image(place, request)
         if fd is None:
             return [Step("read-back", None, "no image is left to read")]
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from kvtier_api.errors import Busy, EraseIncomplete, KernelError, UnsafePath
+from kvtier_api.errors import Busy, EraseIncomplete, ForeignData, KernelError, UnsafePath
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.backends.plain import overwrite_file
@@ -68,11 +68,21 @@ def create_image(place: Directory, size_bytes: int) -> int:
     return fd
 
 
-def open_image(place: Directory, flags: int = os.O_RDWR) -> int | None:
-    """A descriptor of `volume.img`, or None where there is none."""
+def open_image(place: Directory, request: VolumeRequest, flags: int = os.O_RDWR) -> int | None:
+    """A descriptor of `volume.img`, or None where there is none. Raises ForeignData for another file under its name."""
     if IMAGE_NAME not in place.names():
         return None
-    return place.open_file(IMAGE_NAME, flags)
+    fd = place.open_file(IMAGE_NAME, flags)
+    # Numbers of devices may change at a restart; the image was made on the place's own.
+    info, made_as = os.fstat(fd), request.image and request.image[1]
+    if made_as in (None, info.st_ino) and info.st_dev == os.fstat(place.fd).st_dev:
+        return fd
+    os.close(fd)
+    raise ForeignData(
+        f"another file has the image's name: inode {info.st_ino}, not {made_as}",
+        obj=f"{place.path}/{IMAGE_NAME}",
+        remedy="look whose it is, and move it away; kvtier touches nothing of it",
+    )
 
 
 def identity(image_fd: int) -> list[int]:
@@ -94,9 +104,9 @@ def devices_of(place: Directory, request: VolumeRequest) -> list[loop.LoopDevice
     kernel attached the image must be the place's own. Raises EraseIncomplete where that can't be told.
     """
     try:
-        fd = open_image(place, os.O_RDONLY)
-    except UnsafePath:
-        fd = None  # a second name, or another owner: it is the record that counts
+        fd = open_image(place, request, os.O_RDONLY)
+    except (UnsafePath, ForeignData):
+        fd = None  # a second name, another owner, another file: it is the record that counts
     if fd is not None:
         try:
             return attached(fd)
@@ -252,7 +262,7 @@ def release_image(place: Directory, request: VolumeRequest, *, discard: bool) ->
     """Discard the image, detach its loop devices, remove it and the mount point; `place.json` stays."""
     steps = []
     devices = devices_of(place, request)
-    fd = open_image(place)
+    fd = open_image(place, request)
     if fd is not None:
         try:
             if discard:
