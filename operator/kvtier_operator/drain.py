@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from kvtier_operator.problems import ApiProblem, Conflict, Missing, Refused
 __all__ = ["CONFIRMATION", "main"]
 
 CONFIRMATION: Final = "leave unerased places"
+_CONFIRM_ENV: Final = "KVTIER_DRAIN_CONFIRM"
 _POLL_S: Final = 2.0
 _LISTED: Final = 20
 _TRIES: Final = 5
@@ -70,7 +72,12 @@ def _parse(arguments: Sequence[str] | None) -> _Options:
     where.add_argument("--all-namespaces", action="store_true")
     where.add_argument("--namespace", action="append", default=[], metavar="NAME")
     parser.add_argument("--timeout", type=float, default=240.0, metavar="SECONDS")
-    parser.add_argument("--confirm", default="", metavar="TEXT", help=f"{CONFIRMATION!r}: do not wait")
+    parser.add_argument(
+        "--confirm",
+        default=os.environ.get(_CONFIRM_ENV, ""),
+        metavar="TEXT",
+        help=f"{CONFIRMATION!r}: do not wait; left out: ${_CONFIRM_ENV}",
+    )
     parser.add_argument("--lease-namespace", default="", metavar="NAME")
     parser.add_argument("--lease-name", default="kvtier-controller", metavar="NAME")
     parser.add_argument("--kubeconfig", metavar="FILE", help="left out: the pod's service account, or $KUBECONFIG")
@@ -135,7 +142,7 @@ async def _wait(options: _Options) -> int:
 _REMEDY: Final = (
     "nothing was uninstalled. Delete the pods and tiers that are named, wait for their erasure, and uninstall again. A place that"
     " cannot be erased (its node is lost): kubectl annotate kvcv NAME kvtier.dev/abandon='who, and why'. To leave places as"
-    f" they are: helm upgrade --reuse-values --set drain.force='{CONFIRMATION}', then helm uninstall"
+    " they are: docs/install.md, Uninstall"
 )
 
 

@@ -100,6 +100,8 @@ def cluster(bare_plane: ControlPlane, helm: Path, kubectl: Path) -> Cluster:
     assert "Nothing is injected" not in done.stdout
     with bare_plane.http() as client:
         api = Api(client, "default")
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        api.request("POST", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts", json=account)
 
         def tiers_are_policed() -> bool:
             bad = tier("probe", path="/elsewhere/a")

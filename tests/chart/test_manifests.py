@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import typer
 from rendering import FLOOR, NEW, Json, Rendered
 
 import kvtier_node.csi.names as csi
+from kvtier_cli.main import app
 from kvtier_operator.facts import Key
 from kvtier_operator.settings import AGENT_SELECTOR, parse_settings
 
@@ -182,6 +184,16 @@ def test_a_long_recovery_is_not_killed(default: Rendered) -> None:
     assert default.agent["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert default.agent["startupProbe"]["httpGet"]["path"] == "/healthz"
     assert default.agent["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_the_agent_takes_the_arguments_that_it_is_given(each: Rendered) -> None:
+    """By the command line's own parser."""
+    command = typer.main.get_command(app)
+    given = command.commands["node"].make_context("node", list(each.agent["args"])).params  # type: ignore[attr-defined]
+    assert given["csi"] is True
+    assert given["listen"] == "0.0.0.0:9464"
+    assert str(given["kubelet_root"]) == "/var/lib/kubelet"
+    assert each.agent["env"][0]["name"] == "KVTIER_NODE_NAME"
 
 
 def test_every_root_is_given_mounted_and_allowed(render: Callable[..., Rendered]) -> None:
