@@ -6,20 +6,32 @@ PYTEST := $(PY) -m pytest
 N ?= 1000
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint unit crash-enumerate vm crash bench venv packages manifests clean
+.PHONY: demo test test-cluster cluster-tools lint unit crash-enumerate crash bench venv packages manifests clean kernel
 
 packages:
 	@tools/system_packages.sh
 
 venv: packages
-	@tools/venv.sh $(VENV) dev,engine
+	@tools/venv.sh $(VENV) dev,engine,node,operator
 
 demo: venv
 	@$(VENV)/bin/kvtier demo $(DEMO_ARGS)
 
+# The kernel of the virtual machine whose power the tests cut.
+kernel: packages
+	@python3 tests/vm/fetch_kernel.py
+
 # Everything that CI runs. What a machine lacks is a named skip for a user, and a failure in CI.
-test: venv lint
+test: venv kernel lint
 	tools/run_tests.sh
+
+# The operator, the CSI service and the chart against a real control plane and a real node. Not part of `make test` yet:
+# its tools take about 20 minutes to build on two cores, once.
+test-cluster: venv cluster-tools
+	$(PYTEST) -q tests/cluster tests/chart
+
+cluster-tools:
+	python3 tests/cluster/build_tools.py
 
 lint: venv
 	$(VENV)/bin/ruff check .
@@ -29,7 +41,7 @@ lint: venv
 	$(PY) -m kvtier_api.generate --check
 
 # Exhaustive: every kill point with every injected error, and N power cuts at random.
-crash: venv
+crash: venv kernel
 	KVTIER_EXHAUSTIVE=1 KVTIER_CUTS=$(N) $(PYTEST) tests/crash tests/vm
 
 bench: venv
