@@ -75,6 +75,37 @@ def test_cuts_during_each_recovery_after_a_cut_only_delay_the_erasure(new_node, 
     node.cut(machine)
 
 
+@pytest.mark.parametrize(("arrow", "state"), [(2, "Failed"), (3, "Erasing"), (4, "Erased")])
+def test_a_cut_at_an_arrow_of_a_provisioning_that_failed_is_erased_by_the_next_boot(new_node, make_disk, arrow, state):
+    from uml.agentnode import after_a_power_cut
+
+    node = new_node()
+    small = make_disk(8, "small.img")
+    machine = node.boot(stop_at=arrow, disks=(small,), device="/dev/ubdc", may_fail=True)
+    assert machine.wait_for("arrow", where=lambda event: event["n"] == arrow)["after"] == state
+    node.cut(machine)
+    machine = node.boot()
+    after_a_power_cut(machine)
+    assert [row["state"] for row in machine.events[1]["rows"]] == [state]
+    node.cut(machine)
+    assert not any(small.read_bytes())
+
+
+def test_a_cut_at_the_arrow_that_abandons_a_volume_in_use_leaves_it_abandoned_and_unreadable(new_node):
+    node = new_node()
+    machine = node.boot(stop_at=4, abandon=True)
+    assert machine.wait_for("arrow", where=lambda event: event["n"] == 4)["after"] == "Abandoned"
+    node.cut(machine)
+    machine = node.boot(rounds=0)
+    done = machine.wait_for("done")
+    machine.wait_off()
+    assert [row["state"] for row in done["rows"]] == ["Abandoned"]
+    (receipt,) = done["chain"]["receipts"]
+    assert (receipt["technique"], receipt["trigger"], done["chain"]["ok"]) == ("Nothing", "Request", True)
+    assert done["places"] == [done["rows"][0]["volume"]]  # an administrator said so: kvtier leaves it alone
+    assert node.hits() == []
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, shard):
     from uml.agentnode import after_a_power_cut

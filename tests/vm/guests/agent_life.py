@@ -1,8 +1,9 @@
 """The agent's whole life on a node, over and over: open, recover, provision, serve a consumer that is killed, erase.
 
 args: rounds; lines (canaries that the consumer writes into its slots); backend (DmCrypt); device (None: an image); stop_at
-(arrow of this boot at which to stand still); lie_at (arrow from which on the disk keeps nothing; -1: from the start). The
-order is that of `kvtier node`: what a power cut left is erased before anybody is served.
+(arrow of this boot at which to stand still); lie_at (arrow from which on the disk keeps nothing; -1: from the start); may_fail
+(what goes wrong is reported); abandon (an administrator ends the volume in use). The order is that of `kvtier node`: what a
+power cut left is erased before anybody is served.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from umlguest import channel
 
 from kvtier_api.errors import KvtierError
 from kvtier_node.consumers import ProcessConsumer
+from kvtier_node.erasing import abandon
 from kvtier_node.guarding import wait_for_end
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
@@ -47,6 +49,9 @@ def served(node: Node) -> None:
     zeros = [not any(slot.read_bytes()) for slot in slots]
     channel.report("served", volume=live.volume_id, slots=[slot.name for slot in slots], zeros=all(zeros))
     consumer = consume(node, live, slots)
+    if channel.args.get("abandon"):
+        abandon(node, live, "the disk is to be examined")
+        channel.listen()
     consumer.kill()
     consumer.wait()
     seen = wait_for_end(node, live, limit_s=60)
@@ -85,7 +90,7 @@ def main() -> None:
         try:
             served(node)
         except (KvtierError, RuntimeError) as error:  # on a disk that lies anything may fail
-            if lie_at is None:
+            if lie_at is None and not channel.args.get("may_fail"):
                 raise
             channel.report("failed", text=f"{type(error).__name__}: {error}")
             channel.listen()
