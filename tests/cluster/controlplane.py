@@ -69,7 +69,7 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -200,6 +200,15 @@ class ControlPlane:
         path.write_text(yaml.safe_dump(config))
         return path
 
+    @property
+    def ca(self) -> Path:
+        return self._authority.ca
+
+    def certificate(self, name: str, user: str, *, hosts: tuple[str, ...]) -> tuple[Path, Path]:
+        """A server's certificate and key."""
+        self._authority.issue(name, user, hosts=hosts)
+        return self._authority.folder / f"{name}.crt", self._authority.folder / f"{name}.key"
+
     def start(self, name: str, arguments: list[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """A child of the control plane: its log is NAME.log, and it is ended with everything else."""
         log = (self.log_folder / f"{name}.log").open("ab")
@@ -211,7 +220,7 @@ class ControlPlane:
                 stderr=log,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self._processes[name] = process
         return process

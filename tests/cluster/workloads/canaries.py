@@ -1,0 +1,16 @@
+"""Texts that must never be found again. Derived from a seed, so that neither a pod's spec nor a log holds them."""
+
+from __future__ import annotations
+
+import hashlib
+
+__all__ = ["canary", "filled"]
+
+
+def canary(seed: str, kind: str) -> bytes:
+    """`kind` is where it was written: by the engine (`prompt`), in the clear by another (`plain`), outside of kvtier (`control`)."""
+    return f"KVTIER-{kind}-{hashlib.sha256(f'{seed}/{kind}'.encode()).hexdigest()}\n".encode()
+
+
+def filled(text: bytes, size: int) -> bytes:
+    return (text * (size // len(text) + 1))[:size]
