@@ -81,12 +81,22 @@ class Due:
 class _Known:
     """What was written of a volume by this process."""
 
-    recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    refusal: KvtierError | None = None
+    recorded: bool = False
+    """Its object is in the API: written by this process, or seen there."""
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    refusal: str = ""
     again_at: float = 0.0
     conditions: list[Condition] = field(default_factory=list)
     status: dict[str, Any] | None = None
-    request: str = ""
+
+    def settle(self, error: KvtierError | None = None) -> None:
+        """Tell those who wait that it is recorded, or why it is not."""
+        if error is None:
+            self.recorded = True
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None) if error is None else waiter.set_exception(error)
+        self.waiters.clear()
 
 
 class Reporter:
@@ -124,7 +134,7 @@ class Reporter:
         known = self._of(volume_id)
         known.status = None
         if recreate:
-            known.recorded.clear()
+            known.recorded = False
         self._due.again(volume_id)
         self._ring()
 
@@ -133,10 +143,7 @@ class Reporter:
         known = self._of(volume_id)
         if not known.conditions:
             known.conditions = list(conditions)
-        known.recorded.set()
-
-    def is_recorded(self, volume_id: str) -> bool:
-        return volume_id in self._known and self._known[volume_id].recorded.is_set()
+        known.settle()
 
     def _of(self, volume_id: str) -> _Known:
         return self._known.setdefault(volume_id, _Known())
@@ -148,21 +155,22 @@ class Reporter:
     async def recorded(self, volume_id: str) -> None:
         """Return once the volume's object is in the API. Raises ApiUnavailable after a while, or why it was refused."""
         known = self._of(volume_id)
-        known.refusal = None
+        if known.recorded:
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        known.waiters.append(waiter)
+        known.again_at = 0.0
         self._due.again(volume_id)
         self._ring()
         try:
             async with asyncio.timeout(_RECORDED_S):
-                await known.recorded.wait()
+                await waiter
         except TimeoutError as error:
             raise ApiUnavailable(
                 f"the volume could not be put on record there within {_RECORDED_S:g} s: {self.away or 'no answer'}",
                 obj=f"KVCacheVolume {volume_id}",
                 remedy="kubelet asks again",
             ) from error
-        if known.refusal is not None:
-            known.recorded.clear()
-            raise known.refusal
 
     # -- telling it
 
@@ -229,11 +237,10 @@ class Reporter:
         """The API server does not want it: a rule of its own, or a right that is missing. Said once, tried again later."""
         known = self._of(volume_id)
         known.again_at = asyncio.get_running_loop().time() + _REFUSED_AGAIN_S
-        if str(known.refusal) != str(error):
+        if known.refusal != str(error):
             self._log.error("report-refused", volume=volume_id, error=str(error))
-        known.refusal = error
-        if not known.recorded.is_set():
-            known.recorded.set()  # for who waits: `recorded` raises the refusal
+        known.refusal = str(error)
+        known.settle(error)
 
     async def _report(self, volume_id: str) -> None:
         row = await self._threads.run(lambda: self._node.ledger.get(volume_id))
@@ -245,7 +252,7 @@ class Reporter:
         try:
             await self._write(row, pod, known, receipt)
         except NotFound:  # the object went meanwhile: it is made again
-            known.recorded.clear()
+            known.recorded = False
             known.status = None
             try:
                 await self._write(row, pod, known, receipt)
@@ -258,10 +265,9 @@ class Reporter:
             self._receipts.pop(volume_id, None)
 
     async def _write(self, row: VolumeRow, pod: PodIdentity, known: _Known, receipt: Receipt | None) -> None:
-        if not known.recorded.is_set() or known.refusal is not None:
+        if not known.recorded:
             await self._writer.volume(row, pod)
-            known.refusal = None
-            known.recorded.set()
+            known.settle()
         if row.state is VolumeState.ERASED and receipt is not None:
             await self._writer.erasure(row, pod, receipt)
         seen = self._seen(row.volume_id)
@@ -271,6 +277,7 @@ class Reporter:
         if manifest != known.status:
             await self._writer.volume_status(row, status)
             known.status, known.conditions = manifest, conditions
+        known.refusal = ""
 
     def _receipt_of(self, row: VolumeRow) -> Receipt | None:
         """The receipt that ended the volume. Each is read once."""

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, Self
 
-from kvtier_api.errors import InvalidResource
+from kvtier_api.errors import InvalidResource, NotFound
 from kvtier_node.csi.codes import BadCall
 from kvtier_node.csi.generated import csi_pb2 as pb
 from kvtier_node.csi.names import DRIVER, TIER_ATTRIBUTE
@@ -38,9 +38,9 @@ def _volume_id(value: str) -> str:
     return value
 
 
-def _target(value: str, kubelet: str, field: str) -> TargetPath:
+def _target(value: str, kubelet: str) -> TargetPath:
     if not value:
-        raise BadCall("missing", obj=field)
+        raise BadCall("missing", obj="target_path")
     try:
         return TargetPath.parse(value, kubelet=kubelet)
     except InvalidResource as error:
@@ -66,7 +66,7 @@ class PublishCall:
         if not request.target_path:
             raise BadCall("missing", obj="target_path")
         _check_capability(request)
-        target = _target(request.target_path, kubelet, "target_path")
+        target = _target(request.target_path, kubelet)
         context = dict(request.volume_context)
         _check_context(context, target)
         return cls(
@@ -138,7 +138,7 @@ class UnpublishCall:
     @classmethod
     def of(cls, request: pb.NodeUnpublishVolumeRequest, *, kubelet: str) -> Self:
         """Raises BadCall."""
-        return cls(_volume_id(request.volume_id), _target(request.target_path, kubelet, "target_path"))
+        return cls(_volume_id(request.volume_id), _target(request.target_path, kubelet))
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,11 @@ class StatsCall:
 
     @classmethod
     def of(cls, request: pb.NodeGetVolumeStatsRequest, *, kubelet: str) -> Self:
-        """Raises BadCall. A path that is not kubelet's is no volume's: that is for the caller to say NOT_FOUND."""
+        """Raises BadCall for what is missing, NotFound for a path that is no volume's of kubelet's."""
         volume_id = _volume_id(request.volume_id)
-        return cls(volume_id, _target(request.volume_path, kubelet, "volume_path"))
+        if not request.volume_path:
+            raise BadCall("missing", obj="volume_path")
+        try:
+            return cls(volume_id, TargetPath.parse(request.volume_path, kubelet=kubelet))
+        except InvalidResource as error:
+            raise NotFound(error.cause, obj=error.obj) from error
