@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +27,6 @@ from kvtier_node.slots import walk_files
 __all__ = ["VolumeFiles", "end_use", "files_of_place", "holders"]
 
 _GONE: Final = (FileNotFoundError, ProcessLookupError)
-_POLL_S: Final = 0.1
 _ROUNDS: Final = 3
 
 
@@ -106,20 +106,20 @@ def end_use(consumer: PodConsumer, files: VolumeFiles | None, *, grace_s: float)
         found = holders(files)
         if not found:
             return
-        _signal(found, signal.SIGTERM if round_ == 0 else signal.SIGKILL)
-        _wait(files, grace_s)
+        _end(found, signal.SIGTERM if round_ == 0 else signal.SIGKILL, grace_s)
 
 
-def _signal(processes: list[tuple[int, int]], number: signal.Signals) -> None:
-    for pid, started in processes:
-        try:
-            with PidFd.open(pid, started) as process:
-                process.send_signal(number)
-        except NotFound:
-            continue
-
-
-def _wait(files: VolumeFiles, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while holders(files) and time.monotonic() < until:
-        time.sleep(_POLL_S)
+def _end(processes: list[tuple[int, int]], number: signal.Signals, grace_s: float) -> None:
+    """Send a signal to all of them, and wait for their ends, `grace_s` seconds in all."""
+    until = time.monotonic() + grace_s
+    with ExitStack() as stack:
+        sent = []
+        for pid, started in processes:
+            try:
+                process = stack.enter_context(PidFd.open(pid, started))
+            except NotFound:
+                continue
+            process.send_signal(number)
+            sent.append(process)
+        for process in sent:
+            process.wait(max(0.0, until - time.monotonic()))

@@ -8,7 +8,9 @@ import grpc
 import pytest
 
 from csi_agent import Kubelet, Pod
+from kvtier_api.errors import ForeignData, InvalidResource, KernelError, NotFound, NotPermitted
 from kvtier_api.volume import VolumeState
+from kvtier_node.csi.codes import NON_FINAL, BadCall, code_of
 from kvtier_node.csi.generated import csi_pb2 as pb
 from kvtier_node.csi.operations import wait_limit_s
 
@@ -123,3 +125,24 @@ def test_a_call_answers_before_kubelet_gives_up() -> None:
     assert wait_limit_s(120.0) < 116
     assert 0 < wait_limit_s(1.0) < 1
     assert wait_limit_s(0.0) > 0
+
+
+def test_no_final_code_leaves_while_anything_is_left() -> None:
+    """kubernetes#136591; the codes are those of kubelet's `isFinalError` (pkg/volume/csi, csi_client.go)."""
+    for error in (
+        NotFound("x"),
+        NotPermitted("x"),
+        ForeignData("x"),
+        KernelError("x"),
+        InvalidResource("x"),
+        BadCall("x"),
+    ):
+        assert code_of(error, state_left=False) not in NON_FINAL
+        assert code_of(error, state_left=True) in NON_FINAL
+    assert {code.name for code in NON_FINAL} == {
+        "CANCELLED",
+        "DEADLINE_EXCEEDED",
+        "UNAVAILABLE",
+        "RESOURCE_EXHAUSTED",
+        "ABORTED",
+    }
