@@ -164,7 +164,7 @@ def _for_people(found: dict[str, Any], *, one: bool) -> None:
                     item["since"],
                     item["backend"],
                     size(item["ranks"] * item["bytesPerRank"]),
-                    f"pid {item['consumer']['pid']}" if item["consumer"] else None,
+                    _consumer(item["consumer"]),
                 )
                 for item in found["volumes"]
             ],
@@ -212,3 +212,12 @@ def _show_conditions(tier: dict[str, Any]) -> None:
     conditions = tier.get("status", {}).get("conditions", [])
     rows = [(item["type"], item["status"], item["reason"], item.get("message")) for item in conditions]
     table(f"Conditions of {_key(tier)}", ("CONDITION", "STATUS", "REASON", "MESSAGE"), rows)
+
+
+def _consumer(record: dict[str, Any] | None) -> str | None:
+    """Who uses a volume, on one line."""
+    if not record:
+        return None
+    if record.get("kind") == "pod":
+        return f"pod {record['namespace']}/{record['name']}"
+    return f"pid {record['pid']}"
