@@ -46,7 +46,9 @@ _SOURCES = {
 _EXTRAS = ("node", "operator")
 _MORE = ("numpy",)
 """What the engine needs in a workload. Not torch: the slot store works on buffers."""
-_SKIPPED = frozenset({"__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages"})
+_SKIPPED = frozenset(
+    {"__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages"}
+)
 _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"usr/local/lib/{_VERSION}/site-packages"
 _FORMAT = "3"
@@ -145,7 +147,9 @@ def _libraries(entries: Iterable[Entry]) -> Iterator[Entry]:
     files = [str(what) for where, what, mode in entries if isinstance(what, Path) and (mode == 0o755 or ".so" in where)]
     # ldd ends with 1 for a script among them; what it could not find shows when the image runs.
     answer = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False).stdout
-    found = {line.split("(")[0].split("=>")[-1].strip() for line in answer.splitlines() if "/" in line and "(0x" in line}
+    found = {
+        line.split("(")[0].split("=>")[-1].strip() for line in answer.splitlines() if "/" in line and "(0x" in line
+    }
     own = {os.path.realpath(name) for name in files}
     for name in sorted(found):
         if not name.startswith("/") or os.path.realpath(name) in own or "site-packages" in name:
@@ -187,7 +191,9 @@ def _key(entries: list[Entry], *, by_content: bool) -> str:
     for where, what, mode in entries:
         if isinstance(what, Path):
             info = what.stat()
-            state: object = hashlib.sha256(what.read_bytes()).hexdigest() if by_content else (info.st_size, info.st_mtime_ns)
+            state: object = (
+                hashlib.sha256(what.read_bytes()).hexdigest() if by_content else (info.st_size, info.st_mtime_ns)
+            )
         else:
             state = what
         digest.update(repr((where, str(what), mode, state)).encode())
@@ -200,7 +206,12 @@ def _compiled(source: bytes, name: str) -> bytes | None:
         code = compile(source, f"/{name}", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):  # templates, and code for other versions
         return None
-    return importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(source) + marshal.dumps(code)
+    return (
+        importlib.util.MAGIC_NUMBER
+        + (1).to_bytes(4, "little")
+        + importlib.util.source_hash(source)
+        + marshal.dumps(code)
+    )
 
 
 def _write_layer(entries: list[Entry], path: Path) -> None:
@@ -245,7 +256,9 @@ def _layer(name: str, entries: list[Entry], *, by_content: bool, cache: Path) ->
 
 
 def _folders() -> list[Entry]:
-    return [(f"{name}/.keep", b"", 0o644) for name in ("dev", "proc", "sys", "tmp", "run", "root", "var/lib", "var/tmp")]
+    return [
+        (f"{name}/.keep", b"", 0o644) for name in ("dev", "proc", "sys", "tmp", "run", "root", "var/lib", "var/tmp")
+    ]
 
 
 def archive(folder: Path) -> Path:
@@ -283,7 +296,11 @@ def archive(folder: Path) -> Path:
                     "os": "linux",
                     "config": {
                         "Entrypoint": entry,
-                        "Env": ["PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONDONTWRITEBYTECODE=1", "LC_ALL=C.UTF-8"],
+                        "Env": [
+                            "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+                            "PYTHONDONTWRITEBYTECODE=1",
+                            "LC_ALL=C.UTF-8",
+                        ],
                     },
                     "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digests[layer]}" for layer in layers]},
                 }

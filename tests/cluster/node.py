@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,13 @@ _PODS = "10.244.0.0/24"
 _TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl", "containerd")
 _CTR = ("containerd-shim-runc-v2", "ctr")
 _PLUGINS = "/usr/lib/cni"
-_SYSCTLS = ("vm/overcommit_memory", "kernel/panic", "kernel/panic_on_oops", "kernel/keys/root_maxkeys", "kernel/keys/root_maxbytes")
+_SYSCTLS = (
+    "vm/overcommit_memory",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)
 """What kubelet sets for the whole machine."""
 _HERE = Path(__file__).resolve().parent
 _DROPIN_CGROUPS = ("cpu", "cpuset", "memory", "pids", "io", "hugetlb")
@@ -99,8 +105,14 @@ class Node:
             stack.callback(self._restore_sysctls)
             stack.callback(self._detach_loops)
             stack.callback(self._remove_cgroups)
-            stack.callback(self.plane.stop_all)
+            stack.callback(self._stop_plane)
             stack.callback(self.crash)
+
+    def _stop_plane(self) -> None:
+        """At once: its data goes too."""
+        for name in ("kube-scheduler", "kube-controller-manager", "kube-apiserver"):
+            self.plane.stop(name, kill=True)
+        self.plane.stop_all()
 
     def boot(self, *, images_from: Path | None = None) -> None:
         """As a machine starts: namespaces, containerd, kubelet; until the node is Ready."""
@@ -244,7 +256,10 @@ class Node:
     def start_containerd(self) -> None:
         programs = self.base / "programs"
         path = f"PATH={programs}:/usr/sbin:/usr/bin:/sbin:/bin"
-        self.start("containerd", ["/usr/bin/env", path, str(binary("containerd")), "--config", str(self.base / "containerd.toml")])
+        self.start(
+            "containerd",
+            ["/usr/bin/env", path, str(binary("containerd")), "--config", str(self.base / "containerd.toml")],
+        )
         wait_until("containerd answers", self._containerd_answers, limit_s=30)
 
     def _containerd_answers(self) -> bool:
@@ -264,23 +279,28 @@ class Node:
         self.start("kubelet", [str(binary("kubelet")), *(f"--{name}={value}" for name, value in arguments.items())])
 
     def wait_ready(self) -> None:
-        started = time.time()
+        """By kubelet's Lease: what the Node says of itself may be from before a crash."""
+        started = datetime.now(UTC)
 
         def ready() -> bool:
             if "kubelet" in self._ended:
                 raise RuntimeError(self.log("kubelet"))
             with self.plane.http() as client:
-                answer = client.get(f"/api/v1/nodes/{NODE}")
-            if answer.status_code != 200:
+                lease = client.get(f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE}")
+                found = client.get(f"/api/v1/nodes/{NODE}")
+            if found.status_code != 200 or lease.status_code != 200:
                 return False
-            conditions = answer.json()["status"].get("conditions", [])
-            return any(it["type"] == "Ready" and it["status"] == "True" for it in conditions) and started > 0
+            conditions = found.json()["status"].get("conditions", [])
+            alive = datetime.fromisoformat(lease.json()["spec"]["renewTime"]) > started
+            return alive and any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
 
         wait_until("the node is Ready", ready, limit_s=90)
 
     def _start_scheduler(self) -> None:
         config = self.plane.kubeconfig("system:kube-scheduler")
-        same = [f"--{flag}={config}" for flag in ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")]
+        same = [
+            f"--{flag}={config}" for flag in ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
+        ]
         more = ["--leader-elect=false", "--bind-address=127.0.0.1", f"--secure-port={self._scheduler_port}"]
         self.plane.start("kube-scheduler", [str(binary("kube-scheduler")), *same, *more])
 
@@ -294,7 +314,9 @@ class Node:
         bridge = {"type": "bridge", "bridge": "pods0", "isGateway": True, "ipMasq": False, "ipam": ipam}
         network = {"cniVersion": "0.3.1", "name": "pods", "plugins": [bridge]}
         (self.base / "cni" / "10-pods.conflist").write_text(json.dumps(network))
-        (self.base / "containerd.toml").write_text(_CONTAINERD.format(runc=need_tool("runc"), cni=self.base / "cni", pause=images.PAUSE))
+        (self.base / "containerd.toml").write_text(
+            _CONTAINERD.format(runc=need_tool("runc"), cni=self.base / "cni", pause=images.PAUSE)
+        )
         self._kubelet_config = self.plane.kubeconfig(f"system:node:{NODE}", ("system:nodes",))
         certificate, key = self.plane.certificate("kubelet-serving", f"system:node:{NODE}", hosts=(NODE, "127.0.0.1"))
         self._sockets = "unix:///run/containerd/containerd.sock"
@@ -326,7 +348,14 @@ class Node:
                     "volumePluginDir": "/var/lib/kubelet/volume-plugins",
                     "imageGCHighThresholdPercent": 100,
                     "imageGCLowThresholdPercent": 99,
-                    "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%", "nodefs.inodesFree": "1%"},
+                    "evictionHard": {
+                        "memory.available": "100Mi",
+                        "nodefs.available": "1%",
+                        "imagefs.available": "1%",
+                        "nodefs.inodesFree": "1%",
+                    },
+                    "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
+                    "featureGates": {"KubeletCrashLoopBackOffMax": True},
                     "syncFrequency": "5s",
                     "nodeStatusUpdateFrequency": "5s",
                 }
@@ -354,7 +383,9 @@ class Node:
         running = self.tasks()
         return next(each for each in found if each in running)
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         command = [str(binary("kubectl")), "--kubeconfig", str(self.plane.admin), *arguments]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
         if check and done.returncode != 0:
@@ -418,7 +449,9 @@ class Node:
         listed = subprocess.run(
             ["losetup", "-n", "-O", "BACK-INO", f"/dev/{device}"], capture_output=True, text=True, check=False
         ).stdout.strip()
-        return listed in {str(path.stat().st_ino) for path in (self.base / "lib").rglob("volume.img")} if listed else False
+        return (
+            listed in {str(path.stat().st_ino) for path in (self.base / "lib").rglob("volume.img")} if listed else False
+        )
 
     def _detach_loops(self) -> None:
         for device in self.loops():

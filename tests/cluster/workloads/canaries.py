@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["canary", "filled"]
+__all__ = ["KINDS", "canary", "filled"]
+
+KINDS = ("prompt", "plain", "control")
+"""Where it was written: by the engine into its slots, in the clear beside them, outside of kvtier."""
 
 
 def canary(seed: str, kind: str) -> bytes:
-    """`kind` is where it was written: by the engine (`prompt`), in the clear by another (`plain`), outside of kvtier (`control`)."""
     return f"KVTIER-{kind}-{hashlib.sha256(f'{seed}/{kind}'.encode()).hexdigest()}\n".encode()
 
 

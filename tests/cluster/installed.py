@@ -1,0 +1,305 @@
+"""kvtier on a real node, installed by Helm, and what a test does with it: a tier, a pod that uses it, and what is left of both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import images
+from api_client import Api, Json, tier
+from controlplane import binary, wait_until
+from node import Node
+from raw_bytes import hits_in_file, hits_in_folder
+
+sys.path.insert(0, str(images.WORKLOADS))
+
+from canaries import KINDS, canary  # noqa: E402
+
+__all__ = ["NAMESPACE", "RELEASE", "Installed", "Use"]
+
+RELEASE, NAMESPACE = "kvtier", "kvtier-system"
+CHART = Path(__file__).resolve().parents[2] / "charts" / "kvtier"
+TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
+_VALUES = {
+    "image.registry": images.REGISTRY,
+    "image.pullPolicy": "Never",
+    "controller.image.tag": images.TAG,
+    "node.image.tag": images.TAG,
+}
+
+
+class Installed:
+    """A release of the chart. `use` begins a tier with a pod."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def helm(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [str(binary("helm")), "--kubeconfig", str(self.node.plane.admin), "-n", NAMESPACE, *arguments]
+        env = os.environ | {"HELM_CACHE_HOME": f"{self.node.base}/helm", "HELM_CONFIG_HOME": f"{self.node.base}/helm"}
+        env |= {"HELM_DATA_HOME": f"{self.node.base}/helm"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+        assert not check or done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}\n{self.describe()}"
+        return done
+
+    def install(self) -> None:
+        values = [part for name, value in _VALUES.items() for part in ("--set", f"{name}={value}")]
+        self.helm("install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout", "3m", *values)
+        self.wait_agent()
+
+    def describe(self) -> str:
+        """What a person would look at first."""
+        said = [
+            self.node.kubectl("-n", NAMESPACE, *arguments, check=False).stdout[-6000:]
+            for arguments in (("get", "pods", "-o", "wide"), ("describe", "pods"), ("logs", "ds/kvtier-node", "--tail=60"))
+        ]
+        return "\n".join(said)
+
+    # -- the agent
+
+    def agent_pod(self) -> Json | None:
+        selector = "app.kubernetes.io/component=node"
+        found = json.loads(self.node.kubectl("-n", NAMESPACE, "get", "pods", "-l", selector, "-o", "json").stdout)["items"]
+        living = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        return living[0] if living else None
+
+    def agent_pid(self) -> int:
+        """In the node's PID namespace."""
+        pod = self.agent_pod()
+        assert pod is not None
+        return self.container_pid(pod)
+
+    def container_pid(self, pod: Json) -> int:
+        (status,) = pod["status"]["containerStatuses"]
+        return self.node.tasks()[status["containerID"].removeprefix("containerd://")]
+
+    def agent_is_ready(self) -> bool:
+        """By its own word on its socket: `Ready` of a pod is a probe's, and may be old."""
+        pod = self.agent_pod()
+        conditions = pod["status"].get("conditions", []) if pod else []
+        return any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
+
+    def agent_restarts(self) -> int:
+        pod = self.agent_pod()
+        return sum(status["restartCount"] for status in (pod or {}).get("status", {}).get("containerStatuses", []))
+
+    def wait_agent(self, *, restarts: int = 0) -> None:
+        wait_until("the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=90)
+
+    # -- uses
+
+    @contextlib.contextmanager
+    def use(self, **options: Any) -> Iterator[Use]:
+        """A namespace with a tier and a pod; all of it gone, and erased, at the end."""
+        namespace = f"t-{secrets.token_hex(4)}"
+        with self.node.plane.http() as client:
+            api = Api(client, namespace)
+            api.create("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+            use = Use(self, api, secrets.token_hex(8), **options)
+            try:
+                yield use
+            finally:
+                use.end()
+
+
+@dataclass
+class Use:
+    """One tier and one pod of it, by label alone: the volume is injected."""
+
+    installed: Installed
+    api: Api
+    seed: str
+    plain: bool = True
+    restart: str = "Never"
+    pod_name: str = "engine"
+    pod: Json = field(default_factory=dict)
+    volume: str = ""
+    _images: list[int] = field(default_factory=list)
+
+    @property
+    def node(self) -> Node:
+        return self.installed.node
+
+    @property
+    def texts(self) -> dict[str, bytes]:
+        return {kind: canary(self.seed, kind) for kind in KINDS}
+
+    # -- making it
+
+    def declare(self, **spec: Any) -> Json:
+        """As a person does: `kubectl apply`. The API server may not serve the chart's kinds and policies at once."""
+        name = f"/var/lib/kvtier/tiers/{self.api.namespace}"
+        body = tier("chat", sizePerRank="1Mi", slotSize="64Ki", path=name, encryption={"backend": "Fscrypt"}, **spec)
+        self.node.kubectl("-n", self.api.namespace, "apply", "-f", "-", stdin=json.dumps(body))
+        wait_until("the service account", lambda: self._account() is not None)
+        return self.api.get(TIERS, "chat")
+
+    def _account(self) -> Json | None:
+        path = f"/api/v1/namespaces/{self.api.namespace}/serviceaccounts/default"
+        answer = self.api.client.get(path)
+        return answer.json() if answer.status_code == 200 else None
+
+    def start(self) -> None:
+        """A labelled pod, until it has written."""
+        self.create()
+        wait_until("the pod has written", self.has_written, limit_s=90)
+        self.look_up()
+        self._images.append(os.open(self.image, os.O_RDONLY | os.O_DIRECT))
+
+    def create(self) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": self.pod_name, "labels": {"kvtier.dev/tier": "chat"}},
+            "spec": {
+                "restartPolicy": self.restart,
+                "terminationGracePeriodSeconds": 5,
+                "automountServiceAccountToken": False,
+                "securityContext": {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000},
+                "volumes": [{"name": "outside", "emptyDir": {}}],
+                "containers": [
+                    {
+                        "name": "engine",
+                        "image": images.WORKLOAD,
+                        "imagePullPolicy": "Never",
+                        "command": ["python", "/workloads/engine_writer.py"],
+                        "env": [{"name": "SEED", "value": self.seed}, *([{"name": "PLAIN", "value": "1"}] if self.plain else [])],
+                        "volumeMounts": [{"name": "outside", "mountPath": "/outside"}],
+                    }
+                ],
+            },
+        }
+        self.pod = self.api.create("pods", body)
+
+    def said(self) -> list[Json]:
+        """What the pod's processes said, one after another, from kubelet's own log files."""
+        name = f"{self.api.namespace}_{self.pod_name}_{self.uid}"
+        lines = []
+        for path in sorted((self.node.base / "log" / "pods" / name / "engine").glob("*.log")):
+            lines += [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def has_written(self, *, times: int = 1) -> bool:
+        said = self.said()
+        phase = self.refreshed().get("status", {}).get("phase")
+        if phase == "Failed":
+            raise AssertionError(f"{self.describe()}\n{said}")
+        return sum("written" in line for line in said) >= times
+
+    def describe(self) -> str:
+        what = self.node.kubectl("-n", self.api.namespace, "describe", "pods", check=False).stdout
+        logs = self.node.kubectl("-n", self.api.namespace, "logs", self.pod_name, check=False).stdout
+        return f"{what[-3000:]}\n{logs[-3000:]}\n{self.installed.describe()}"
+
+    def refreshed(self) -> Json:
+        self.pod = self.api.find("pods", self.pod_name) or self.pod
+        return self.pod
+
+    @property
+    def uid(self) -> str:
+        return str(self.pod["metadata"]["uid"])
+
+    def look_up(self) -> Json:
+        """The pod's volume that is not final."""
+        (found,) = [
+            each for each in self.api.list(VOLUMES) if each["spec"]["consumer"]["podUid"] == self.uid and not _final(each)
+        ]
+        self.volume = found["metadata"]["name"]
+        return found
+
+    def container_pid(self) -> int:
+        return self.installed.container_pid(self.refreshed())
+
+    # -- what is there
+
+    @property
+    def place(self) -> Path:
+        """The volume's place on the disk, as it is outside of the node's mounts."""
+        return self.node.base / "lib" / "kvtier" / "tiers" / self.api.namespace / self.volume
+
+    @property
+    def image(self) -> Path:
+        return self.place / "volume.img"
+
+    def hits(self) -> dict[str, int]:
+        """In the backing image (also after its name is gone) and in every file of kubelet's, of the tiers' and of the logs."""
+        found = dict.fromkeys(KINDS, 0)
+        lib = self.node.base / "lib"
+        parts = [hits_in_folder(folder, self.texts) for folder in (lib / "kubelet", lib / "kvtier", self.node.base / "log")]
+        parts += [hits_in_file(fd, self.texts) for fd in self._images]
+        for part in parts:
+            for kind, count in part.items():
+                found[kind] += count
+        return found
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        status = (self.api.find(TIERS, "chat") or {}).get("status") or {}
+        return next(((it["status"], it["reason"]) for it in status.get("conditions", []) if it["type"] == kind), ("", ""))
+
+    def reasons(self) -> set[str]:
+        return {event["reason"] for event in self.api.list("events") if event.get("reportingController", "").startswith("kvtier")}
+
+    # -- its end
+
+    def expect_erased(self, *triggers: str) -> Json:
+        """Every claim of an erasure: the volume is final, its record has a receipt that the node's chain holds, nothing is found."""
+        wait_until(f"{self.volume} is Erased", lambda: _state(self.api.find(VOLUMES, self.volume)) == "Erased", limit_s=90)
+        wait_until("Scrubbed", lambda: self.condition("Scrubbed") == ("True", "NothingLeft"))
+        wait_until("residual bytes are none", lambda: self.api.get(TIERS, "chat")["status"].get("residualBytes") == 0)
+        (record,) = [it for it in self.api.list(ERASURES) if it["metadata"]["labels"]["kvtier.dev/volume"] == self.volume]
+        assert record["status"]["state"] == "Complete"
+        (result,) = record["status"]["volumes"]
+        assert result["verified"], result
+        assert record["spec"]["trigger"] in triggers, record["spec"]
+        receipt = self.receipts()[result["receiptId"]]
+        assert receipt["volume_id"] == self.volume
+        wait_until("the events say it", lambda: {"StoreCreated", "Erased"} <= self.reasons(), limit_s=30)
+        assert self.hits() | {"control": 0} == dict.fromkeys(KINDS, 0)
+        assert not self.place.exists()
+        return record
+
+    def receipts(self) -> dict[str, Json]:
+        """By id, once the whole chain was verified by kvtier's own command, on a copy of the node's state."""
+        state = self.node.base / "lib" / "kvtier" / "state"
+        command = [sys.executable, "-m", "kvtier_cli.main", "receipts"]
+        where = ["--state-dir", str(state), "-o", "json"]
+        subprocess.run([*command, "verify", *where], check=True, capture_output=True)
+        listed = subprocess.run([*command, "list", "--limit", "0", *where], check=True, capture_output=True, text=True).stdout
+        return {receipt["id"]: receipt for receipt in json.loads(listed)}
+
+    def end(self) -> None:
+        """Delete what is left, and see it go."""
+        for fd in self._images:
+            os.close(fd)
+        self._images.clear()
+        with contextlib.suppress(Exception):
+            self.api.delete("pods", self.pod_name)
+        with contextlib.suppress(Exception):
+            self.api.delete(TIERS, "chat")
+        self.api.delete("namespaces", self.api.namespace)
+        wait_until(f"namespace {self.api.namespace} is gone", self._is_gone, limit_s=60)
+
+    def _is_gone(self) -> bool:
+        return self.api.find("namespaces", self.api.namespace) is None
+
+    def wait(self, what: str, holds: Callable[[], bool], *, limit_s: float = 60) -> None:
+        try:
+            wait_until(what, holds, limit_s=limit_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.describe()}") from error
+
+
+def _state(volume: Json | None) -> str:
+    return str(((volume or {}).get("status") or {}).get("state", ""))
+
+
+def _final(volume: Json) -> bool:
+    return _state(volume) in ("Erased", "Abandoned")
