@@ -249,6 +249,12 @@ def test_injection_needs_the_api_and_the_refusal_stays_without_it(render: Callab
     assert len(render().all("MutatingAdmissionPolicy")) == 1
 
 
+def test_injection_brings_its_refusal_along(render: Callable[..., Rendered]) -> None:
+    """Else a conflict would be left alone by the one policy and let in by the absence of the other."""
+    rendered = render({"policies": {"enabled": False}})
+    assert [it["metadata"]["name"] for it in rendered.all("ValidatingAdmissionPolicy")] == ["kvtier-pods"]
+
+
 def test_injection_can_be_turned_off(render: Callable[..., Rendered]) -> None:
     assert render({"injection": {"enabled": False}}).all("MutatingAdmissionPolicy") == []
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from api_client import node, tier, volume, volume_status
 from controlplane import free_ports, wait_until
-from rendering import CHART, NAMESPACE, Json, Rendered
+from rendering import CHART, NAMESPACE, Json, Rendered, python
 from test_manifests import SETS
 
 pytestmark = pytest.mark.slow
@@ -111,6 +111,9 @@ def test_the_controller_does_its_work_with_the_rights_and_under_the_policies_of_
                 return ""
 
         wait_until("it leads", lambda: "\nkvtier_leading 1.0" in figures(), limit_s=60)
+        where = {"CONTROLLER": "127.0.0.1", "CONTROLLER_PORT": str(port), "NODE": "127.0.0.1", "NODE_PORT": str(port)}
+        tested = python(str(CHART / "files" / "helm_test.py"), env=where)
+        assert "one controller leads" in tested.stdout, tested.stderr
         made = admin.create("kvcachetiers", tier("chat"))
         wait_until(
             "held", lambda: "kvtier.dev/erase" in admin.get("kvcachetiers", "chat")["metadata"].get("finalizers", [])
