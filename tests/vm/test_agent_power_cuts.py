@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ CUTS = int(os.environ.get("KVTIER_CUTS", "50"))
 SEED = int(os.environ.get("KVTIER_CUT_SEED", "20260401"))
 SHARDS = 10
 LIFE_ARROWS = 7
+GUESTS = Path(__file__).parent / "guests"
 
 
 def test_a_life_without_a_cut_takes_every_arrow_and_leaves_nothing_on_the_disk(new_node):
@@ -106,17 +108,27 @@ def test_a_cut_at_the_arrow_that_abandons_a_volume_in_use_leaves_it_abandoned_an
     assert node.hits() == []
 
 
+@pytest.fixture(scope="module")
+def span_s(uml_kernel, tmp_path_factory):
+    """Seconds from a guest's first word to the end of one life, on this machine and under its load now."""
+    from uml.agentnode import CANARIES, make_node_disk
+    from uml.machine import Machine
+
+    work = tmp_path_factory.mktemp("span")
+    args = {"rounds": 1, "lines": [line.decode() for line in CANARIES], "backend": "DmCrypt", "kind": "ext4"}
+    disks = [make_node_disk(work / "node.img")]
+    with Machine(work, GUESTS / "agent_life.py", uml_kernel, disks=disks, args=args) as machine:
+        up = machine.wait_for("up")
+        return machine.wait_for("done", 60).at_s - up.at_s
+
+
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, shard):
+def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, span_s, shard):
     from uml.agentnode import after_a_power_cut
 
     source = random.Random(SEED * 1000 + shard)
     kind = "xfs" if shard % 4 == 3 else "ext4"
     node = new_node(kind=kind)
-    machine = node.boot()
-    up = machine.wait_for("up")
-    span_s = machine.wait_for("done", 60).at_s - up.at_s
-    node.cut(machine)
     number = len(range(shard, CUTS, SHARDS))
     for cut in range(number):
         # Each boot finds what the cut before left: so recoveries are cut as often as lives.

@@ -85,6 +85,8 @@ def main() -> None:
         if lie_at < 0:
             lie()
     node = agent_node.open_observed()
+    if channel.args.get("sabotage") == "served before recovery":
+        served(node)
     recovered(node)
     for _ in range(channel.args["rounds"]):
         try:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import agent_sabotage
 from umlguest import blockdev, channel
 
 from kvtier_api.tier import KVCacheTier
-from kvtier_node.backends import dmcrypt
 from kvtier_node.children.keys import _KEY_ID_LABEL
 from kvtier_node.kernel import bounded, device_mapper
 from kvtier_node.kernel.processes import boot_id
@@ -39,7 +39,6 @@ at_each_arrow: list[Callable[[int, Transition], None]] = []
 not_the_agents: set[str] = set()
 
 _arrows = 0
-_real_call = bounded.call
 
 
 def mount_disk(device: str = DISK, kind: str = "ext4") -> None:
@@ -92,7 +91,9 @@ def tier_of_args() -> KVCacheTier:
 
 def open_observed() -> Node:
     """Open the node as `kvtier node` does, and report what a start finds before it does anything."""
-    dmcrypt.bounded.call = _call_and_tell_the_key  # type: ignore[attr-defined]
+    if "sabotage" in channel.args:
+        agent_sabotage.SABOTAGE[channel.args["sabotage"]]()
+    bounded.call = _telling_keys(bounded.call)
     node = open_node(str(STATE), [str(ROOT)], name="vm", observers=[_observe])
     rebuilt = node.ledger.rebuilt
     channel.report("opened", boot=boot_id(), rebuilt=rebuilt and rebuilt[1], rows=rows(node), places=places(node))
@@ -111,13 +112,16 @@ def _observe(arrow: Transition) -> None:
     _arrows += 1
 
 
-def _call_and_tell_the_key(function: str, **arguments: Any) -> dict[str, Any]:
-    answer = _real_call(function, **arguments)
-    if function.endswith(":open_dm_crypt"):
-        key = key_of(str(arguments["name"]))
-        same = hashlib.sha256(_KEY_ID_LABEL + bytes.fromhex(key)).hexdigest()[:32] == answer["key_id"]
-        channel.report("key", volume=arguments["name"], hex=key, is_the_one_made=same)
-    return answer
+def _telling_keys(real: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def call(function: str, **arguments: Any) -> dict[str, Any]:
+        answer = real(function, **arguments)
+        if function.endswith(":open_dm_crypt"):
+            key = key_of(str(arguments["name"]))
+            same = hashlib.sha256(_KEY_ID_LABEL + bytes.fromhex(key)).hexdigest()[:32] == answer["key_id"]
+            channel.report("key", volume=arguments["name"], hex=key, is_the_one_made=same)
+        return answer
+
+    return call
 
 
 def key_of(name: str) -> str:

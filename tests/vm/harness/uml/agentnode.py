@@ -144,9 +144,9 @@ def recorded_before_written(place: dict[str, Any], states: dict[str, str]) -> No
 
 def everything_is_erased(recovered: Event, opened: Event) -> None:
     """Every volume of an earlier boot ended Erased, by the power loss, with a receipt in a chain that verifies."""
-    assert recovered["failed"] == []
+    assert recovered["failed"] == [], recovered["failed"]
     assert recovered["adopted"] == [], "no consumer lives over a power cut"
-    assert recovered["elsewhere"] == []
+    assert recovered["elsewhere"] == [], "nobody guards a volume over a power cut"
     nothing_left(recovered)
     receipts = {receipt["volume"]: receipt for receipt in recovered["chain"]["receipts"]}
     before = {row["volume"]: row for row in opened["rows"]}
@@ -154,11 +154,11 @@ def everything_is_erased(recovered: Event, opened: Event) -> None:
         if row["state"] in ("Erased", "Abandoned"):
             continue
         receipt = receipts[row["volume"]]
-        assert receipt["trigger"] == "PowerLoss"
+        assert receipt["trigger"] == "PowerLoss", receipt
         steps = {name: ok for name, ok, _ in receipt["steps"]}
         nothing_was_made = row["state"] in ("Planned", "Provisioning") and set(steps) == {"place"}
         assert receipt["technique"] == ("Nothing" if nothing_was_made else "KeyLost"), (row["state"], receipt)
-        assert False not in steps.values()
+        assert False not in steps.values(), receipt
 
 
 def nothing_left(event: Event) -> None:
@@ -166,8 +166,8 @@ def nothing_left(event: Event) -> None:
     assert event["chain"]["ok"], event["chain"]["problems"]
     volumes = [receipt["volume"] for receipt in event["chain"]["receipts"]]
     assert sorted(volumes) == sorted(row["volume"] for row in event["rows"]), "one receipt per volume, no more"
-    assert event["places"] == []
-    assert event["left_over"] == []
+    assert event["places"] == [], f"left of ended volumes: {event['places']}"
+    assert event["left_over"] == [], f"left in the kernel: {event['left_over']}"
 
 
 def arrows(machine: Machine) -> list[str]:
