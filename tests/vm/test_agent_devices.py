@@ -82,6 +82,7 @@ def test_after_a_power_cut_the_same_device_is_blanked_and_used_again(new_node, m
     machine = node.boot(disks=(disk,), device="/dev/ubdc")
     after_a_power_cut(machine)
     assert discard_step(machine)[0] is True
+    assert {receipt["device_serial"] for receipt in machine.events[-2]["chain"]["receipts"]} == {"KVTIER0001"}
     node.cut(machine)
     assert not any(disk.read_bytes())
 

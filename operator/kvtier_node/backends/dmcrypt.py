@@ -105,9 +105,7 @@ class DmCrypt:
                 _open(device.path, name, "aes-xts-plain64")
                 _remove(name)
         except (KvtierError, OSError) as error:
-            if device_mapper.exists(
-                name
-            ):  # cryptsetup was ended before it had finished, or dmsetup before it had begun
+            if device_mapper.exists(name):  # cryptsetup or dmsetup was ended halfway
                 _remove(name)
             return Probe(False, str(error))
         finally:
@@ -121,7 +119,8 @@ class DmCrypt:
         if request.device is None:
             fd = image.create_image(place, self.bytes_needed(request.slots_bytes))
             try:
-                note(facts={"image": image.identity(fd)})
+                serial = block_device.serial_of(os.fstat(fd).st_dev)
+                note(facts={"image": image.identity(fd), "device_serial": serial})
                 backing = loop.attach(fd, direct_io=True).path
             finally:
                 os.close(fd)
@@ -155,7 +154,8 @@ class DmCrypt:
                     remedy="lower sizePerRank or ranks, or name a larger device",
                 )
             # Before this is on record a failure must not erase what is on the device.
-            note(facts={"device_taken": True, "device_marks": block_device.marks(fd)})
+            serial = block_device.serial_of(os.fstat(fd).st_rdev)
+            note(facts={"device_taken": True, "device_marks": block_device.marks(fd), "device_serial": serial})
         finally:
             os.close(fd)
         return os.path.realpath(device)

@@ -14,8 +14,9 @@ from typing import Final
 from kvtier_api.errors import ForeignData
 from kvtier_node.kernel.processes import boot_id
 
-__all__ = ["THIS_BOOT", "marks", "open_alone", "open_device", "size_bytes"]
+__all__ = ["THIS_BOOT", "marks", "open_alone", "open_device", "serial_of", "size_bytes"]
 
+_SERIALS: Final = ("serial", "device/serial", "wwid", "device/wwid", "device/cid")
 _NO_ID: Final = frozenset({"(null)", "none", "unknown", "default", "not specified", "n/a"})
 """What drivers and disks without a serial number say (User-mode Linux: `(null)`)."""
 THIS_BOOT: Final = "boot "
@@ -49,19 +50,29 @@ def size_bytes(fd: int) -> int:
 
 def marks(fd: int) -> list[str]:
     """Every mark of the open block device. Raises OSError where there is no sysfs."""
-    number = os.fstat(fd).st_rdev
-    where = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    part = f" size {size_bytes(fd)}"
-    if _text(f"{where}/partition"):
-        part += f" from {_text(f'{where}/start')}"
-        where = os.path.dirname(where)
+    where, part = _disk_of(os.fstat(fd).st_rdev)
+    part = f" size {size_bytes(fd)}{part}"
     sequence = _text(f"{where}/diskseq")
     found = [f"{THIS_BOOT}{boot_id()} disk {sequence}{part}"] if sequence else []
-    for name in _IDS:
-        value = _text(f"{where}/{name}")
-        if len(set(value)) > 1 and value.lower() not in _NO_ID:
-            found.append(f"{name} {value}{part}")
-    return found
+    return found + [f"{name} {value}{part}" for name, value in _ids(where, _IDS)]
+
+
+def serial_of(number: int) -> str | None:
+    """The serial number of the disk with this device number (st_dev, st_rdev), or of its partition; None without one."""
+    return next((value for _, value in _ids(_disk_of(number)[0], _SERIALS)), None)
+
+
+def _disk_of(number: int) -> tuple[str, str]:
+    """The whole disk's directory in sysfs, and where on it the partition begins; "" for a whole disk."""
+    where = os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not _text(f"{where}/partition"):
+        return where, ""
+    return os.path.dirname(where), f" from {_text(f'{where}/start')}"
+
+
+def _ids(where: str, names: tuple[str, ...]) -> list[tuple[str, str]]:
+    found = [(name, _text(f"{where}/{name}")) for name in names]
+    return [(name, value) for name, value in found if len(set(value)) > 1 and value.lower() not in _NO_ID]
 
 
 def _text(path: str) -> str:

@@ -161,6 +161,7 @@ def receipts(node: Node) -> dict[str, Any]:
             "trigger": receipt.trigger,
             "technique": receipt.technique,
             "key_id": receipt.key_id,
+            "device_serial": receipt.device_serial,
             "steps": [[step.name, step.ok, step.detail] for step in receipt.steps],
         }
         for receipt in node.ledger.receipts()
