@@ -111,13 +111,13 @@ def config_from_marker(marker_path: str, *, nonce: str, rank: int | None = None,
     """
     marker = check_marker(marker_path, nonce=nonce)
     root = os.path.dirname(os.path.abspath(marker_path))
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        root_fd = os.open(root, flags)
+        root_fd = os.open(root, flags | os.O_PATH)  # the root's own list of names is not the consumer's to read
     except OSError as error:
         raise EngineError(f"cannot open the volume: {error.strerror}", obj=root, remedy="check its owner") from error
     try:
-        slots_fd = os.open(SLOTS_DIRECTORY, flags, dir_fd=root_fd)
+        slots_fd = os.open(SLOTS_DIRECTORY, flags | os.O_RDONLY, dir_fd=root_fd)
         try:
             # The path may have been mounted over between the check and the open: what is open must be what the
             # marker, read again, belongs to.
