@@ -428,6 +428,39 @@ def test_a_record_that_somebody_deletes_comes_back(kubelet: ClusterKubelet) -> N
     wait_until("with its state", lambda: kubelet.state_of(pod) == "InUse")
 
 
+def test_the_record_of_an_erased_volume_may_be_forgotten(kubelet: ClusterKubelet) -> None:
+    """The controller deletes the oldest ones: they do not come back."""
+    kubelet.make_tier()
+    pod = kubelet.make_pod()
+    kubelet.publish(pod)
+    kubelet.unpublish(pod)
+    wait_until("it is Erased", lambda: kubelet.state_of(pod) == "Erased")
+    kubelet.api.delete("kvcachevolumes", kubelet.row_of(pod).volume_id)
+    time.sleep(4)
+    assert kubelet.volume_of(pod) is None
+
+
+def test_a_place_whose_tier_was_removed_by_force_stays_on_record(kubelet: ClusterKubelet, plane: ControlPlane) -> None:
+    """Without its owner the garbage collector would take the object: it is made anew without one. Nobody asked to erase."""
+    kubelet.make_tier()
+    pod = kubelet.make_pod()
+    kubelet.publish(pod)
+    wait_until("it is InUse", lambda: kubelet.state_of(pod) == "InUse")
+    kubelet.stop_agent()
+    kubelet.api.delete("kvcachetiers", "chat")
+    kubelet.api.merge("kvcachetiers", "chat", {"metadata": {"finalizers": None}})
+    kubelet.api.delete("kvcachevolumes", kubelet.row_of(pod).volume_id)  # as the garbage collector does
+    kubelet.start_agent()
+    wait_until("it is back, once the tier is known to be gone", lambda: kubelet.state_of(pod) == "InUse")
+    time.sleep(4)
+    kubelet.api.delete("kvcachevolumes", kubelet.row_of(pod).volume_id)
+    wait_until("it is back", lambda: kubelet.state_of(pod) == "InUse")
+    assert "ownerReferences" not in (kubelet.volume_of(pod) or {})["metadata"]
+    assert kubelet.row_of(pod).state is VolumeState.IN_USE
+    kubelet.unpublish(pod)
+    wait_until("it is Erased", lambda: kubelet.state_of(pod) == "Erased")
+
+
 def test_an_api_that_was_set_back_learns_what_the_node_knows(kubelet: ClusterKubelet) -> None:
     """etcd restored from an older snapshot: an erased volume is there again, as InUse."""
     kubelet.make_tier()

@@ -73,17 +73,19 @@ def node_label(node_name: str) -> str:
     return f"sha256-{hashlib.sha256(node_name.encode()).hexdigest()[:32]}"
 
 
-def volume_object(row: VolumeRow, pod: PodIdentity, *, system_uuid: str | None) -> dict[str, Any]:
-    """The object without its status, for a server-side apply."""
+def volume_object(row: VolumeRow, pod: PodIdentity, *, system_uuid: str | None, owned: bool = True) -> dict[str, Any]:
+    """The object without its status, for a server-side apply.
+
+    `owned`: its tier is there. An object whose owner is gone would be collected as garbage, with the record of the place.
+    """
+    owner = OwnerReference(api_version=API_VERSION, kind="KVCacheTier", name=row.tier_name, uid=row.tier_uid)
     volume = KVCacheVolume(
         metadata=ObjectMeta(
             name=row.volume_id,
             namespace=row.tier_namespace,
             labels={NODE_LABEL: node_label(row.node)},
             annotations={SYSTEM_UUID: system_uuid} if system_uuid else {},
-            owner_references=[
-                OwnerReference(api_version=API_VERSION, kind="KVCacheTier", name=row.tier_name, uid=row.tier_uid)
-            ],
+            owner_references=[owner] if owned else [],
         ),
         spec=KVCacheVolumeSpec.model_validate(
             {

@@ -58,13 +58,14 @@ class ClusterPart:
         self._carried_out: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._relisted = False
+        self._lost: set[str] = set()
 
     def start(self, node: Node, guards: Guards, threads: Threads) -> ApiCluster:
         """Begin to report and to watch. Raises nothing that the API server does."""
         self._node, self._guards, self._threads = node, guards, threads
         writer = Writer(self._client, node.name)
         announcer = Announcer(node, writer, threads=threads, find=self._reference, log=self._log)
-        self._reporter.bind(node, writer, announcer, threads=threads, seen=self._seen)
+        self._reporter.bind(node, writer, announcer, threads=threads, seen=self._seen, tier_gone=self._is_tier_gone)
         self._volumes = Watcher(
             self._client,
             Selection(VOLUMES, fields={"spec.nodeName": node.name}),
@@ -115,15 +116,13 @@ class ClusterPart:
         self._relisted = True
 
     def _volume_deleted(self, body: Body) -> None:
-        """The record of a place must not go before the place does."""
-        self._reporter.again(str(body["metadata"]["name"]), recreate=True)
+        """The record of a place must not go before the place does. That of an ended one may: the controller forgets old ones."""
+        self._lost.add(str(body["metadata"]["name"]))
 
     def _compare(self, rows: Sequence[VolumeRow], ended: dict[str, VolumeRow | None]) -> None:
         """After a list: what the API has not, or has otherwise, is told anew. The node is right, the API is a copy."""
         objects = self._by_name()
-        for row in rows:
-            if row.volume_id not in objects:
-                self._reporter.again(row.volume_id, recreate=True)
+        self._lost |= {row.volume_id for row in rows if row.volume_id not in objects}
         living = {row.volume_id: row for row in rows}
         for name, body in objects.items():
             known = living.get(name) or ended.get(name)
@@ -168,6 +167,10 @@ class ClusterPart:
             known = {row.volume_id for row in rows}
             others = [name for name in self._by_name() if name not in known]
             self._compare(rows, await self._threads.run(lambda: self._rows_of(others)))
+        lost, self._lost = self._lost, set()
+        for row in rows:
+            if row.volume_id in lost:
+                self._reporter.lost(row.volume_id)
         self._reporter.look_at(rows)
         for wish in wishes(
             rows,
@@ -191,6 +194,11 @@ class ClusterPart:
             self._tiers[namespace, name] = (watcher, self._start(watcher.run()))
         for key in set(self._tiers) - wanted:
             self._tiers.pop(key)[1].cancel()
+
+    def _is_tier_gone(self, row: VolumeRow) -> bool:
+        """Only where it is known: its watch has listed, and it is not there."""
+        found = self._tiers.get((row.tier_namespace, row.tier_name))
+        return found is not None and found[0].synced and row.tier_uid not in found[0].objects
 
     def _deleting(self) -> dict[str, bool]:
         found = dict.fromkeys(self._deleted_tiers, True)

@@ -83,6 +83,8 @@ class _Known:
 
     recorded: bool = False
     """Its object is in the API: written by this process, or seen there."""
+    lost: int = 0
+    """How often it went from there."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     refusal: str = ""
     again_at: float = 0.0
@@ -115,10 +117,18 @@ class Reporter:
         """Why the API server cannot be told anything now; empty while it can."""
 
     def bind(
-        self, node: Node, writer: Writer, announcer: Announcer, *, threads: Threads, seen: Callable[[str], Seen]
+        self,
+        node: Node,
+        writer: Writer,
+        announcer: Announcer,
+        *,
+        threads: Threads,
+        seen: Callable[[str], Seen],
+        tier_gone: Callable[[VolumeRow], bool],
     ) -> None:
-        """Before `run`. `seen` is what the agent knows of a volume beside its row."""
-        self._node, self._writer, self._announcer, self._threads, self._seen = node, writer, announcer, threads, seen
+        """Before `run`. `seen` is what the agent knows of a volume beside its row; `tier_gone`, whether its tier is."""
+        self._node, self._writer, self._announcer, self._threads = node, writer, announcer, threads
+        self._seen, self._tier_gone = seen, tier_gone
         self._cursor_file = CursorFile(node.state_dir)
         self._loop = asyncio.get_running_loop()
 
@@ -129,14 +139,20 @@ class Reporter:
         self._due.add(arrow.volume_id, arrow.seq)
         self._ring()
 
-    def again(self, volume_id: str, *, recreate: bool = False) -> None:
+    def again(self, volume_id: str) -> None:
         """The API has something else than the ledger: tell it anew."""
-        known = self._of(volume_id)
-        known.status = None
-        if recreate:
-            known.recorded = False
+        self._of(volume_id).status = None
         self._due.again(volume_id)
         self._ring()
+
+    def lost(self, volume_id: str) -> None:
+        """The object of a living volume is not in the API any more: make it again, at once and then ever more slowly."""
+        known = self._of(volume_id)
+        if known.lost:
+            known.again_at = asyncio.get_running_loop().time() + min(2.0**known.lost, _REFUSED_AGAIN_S)
+        known.lost += 1
+        known.recorded = False
+        self.again(volume_id)
 
     def adopt(self, volume_id: str, conditions: Sequence[Condition]) -> None:
         """The object is in the API already, from before this process."""
@@ -266,7 +282,7 @@ class Reporter:
 
     async def _write(self, row: VolumeRow, pod: PodIdentity, known: _Known, receipt: Receipt | None) -> None:
         if not known.recorded:
-            await self._writer.volume(row, pod)
+            await self._writer.volume(row, pod, owned=not self._tier_gone(row))
             known.settle()
         if row.state is VolumeState.ERASED and receipt is not None:
             await self._writer.erasure(row, pod, receipt)

@@ -39,10 +39,10 @@ class Writer:
         self._node_name = node_name
         self._system_uuid: str | None = None
 
-    async def volume(self, row: VolumeRow, pod: PodIdentity) -> None:
-        """The object of a volume, without its status."""
+    async def volume(self, row: VolumeRow, pod: PodIdentity, *, owned: bool) -> None:
+        """The object of a volume, without its status; `owned` by its tier, while that is there."""
         uuid = await self._machine()
-        await self._apply(VOLUMES, volume_object(row, pod, system_uuid=uuid))
+        await self._apply(VOLUMES, volume_object(row, pod, system_uuid=uuid, owned=owned))
 
     async def volume_status(self, row: VolumeRow, status: KVCacheVolumeStatus) -> None:
         await self._apply_status(VOLUMES, row.tier_namespace, row.volume_id, status)
