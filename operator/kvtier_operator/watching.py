@@ -5,6 +5,8 @@ Level-based: `on.event` alone, no finalizer, no annotation, no patch by kopf. No
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -89,7 +91,12 @@ def registry(feed: Feed, settings: Settings) -> kopf.OperatorRegistry:
 
 
 def _login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
-    return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    """By the address that every pod is given, not by kopf's name for it: erasures go on while the cluster's DNS does not."""
+    found = kopf.login_with_service_account(settings=settings)
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
+    if found is None or not (host and port):
+        return found or kopf.login_with_kubeconfig(settings=settings)
+    return dataclasses.replace(found, server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 
 
 class _ForEver:
