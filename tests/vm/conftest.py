@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,3 +74,29 @@ def new_node(boot: Callable[..., Machine], tmp_path: Path) -> Callable[..., Agen
         return AgentNode(make_node_disk(tmp_path / "node.img", kind), boot, kind=kind, **options)
 
     return make
+
+
+_COUNT = "kvtier count: "
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> Callable[[str, int], None]:
+    """`count("cuts at random", 5)`: what a test did, summed over all tests and told at the end of the run."""
+
+    def add(what: str, number: int) -> None:
+        request.node.user_properties.append((_COUNT + what, number))
+
+    return add
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    sums: Counter[str] = Counter()
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, number in getattr(report, "user_properties", []):
+                if report.when == "call" and name.startswith(_COUNT):
+                    sums[name.removeprefix(_COUNT)] += number
+    if sums:
+        terminalreporter.section("what was cut, killed and replayed")
+        for what, number in sorted(sums.items()):
+            terminalreporter.line(f"{number:6} {what}")

@@ -31,7 +31,7 @@ def record(boot, disk, log, backend="DmCrypt"):
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_at_every_barrier_the_ledger_opens_and_whatever_lies_there_is_on_record(boot, make_disk, shard):
+def test_at_every_barrier_the_ledger_opens_and_whatever_lies_there_is_on_record(boot, make_disk, count, shard):
     from uml.agentnode import LIFE, arrows, canary_needles_and_keys, everything_is_erased, recorded_before_written
     from uml.imagesearch import search
 
@@ -79,7 +79,7 @@ def test_control_without_encryption_the_log_of_the_disk_holds_the_canaries(boot,
 
 
 @pytest.mark.parametrize("arrow", range(-1, LIFE_ARROWS))
-def test_a_disk_that_lies_about_flushes_from_an_arrow_on_leaves_the_ledger_of_that_arrow(new_node, arrow):
+def test_a_disk_that_lies_about_flushes_from_an_arrow_on_leaves_the_ledger_of_that_arrow(new_node, count, arrow):
     from uml.agentnode import LIFE, after_a_power_cut
 
     node = new_node()
@@ -94,3 +94,4 @@ def test_a_disk_that_lies_about_flushes_from_an_arrow_on_leaves_the_ledger_of_th
     # Everything that was acknowledged before the lie is there, and nothing of what came after.
     assert [row["state"] for row in opened["rows"]] == ([LIFE[arrow]] if arrow >= 0 else [])
     node.cut(machine)
+    count("lies of a disk about flushes", 1)

@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.vm, pytest.mark.slow]
 
 CUTS = int(os.environ.get("KVTIER_CUTS", "50"))
 SEED = int(os.environ.get("KVTIER_CUT_SEED", "20260401"))
-SHARDS = 10
+CUTS_EACH = 5
+SHARDS = -(-CUTS // CUTS_EACH)
 LIFE_ARROWS = 7
 GUESTS = Path(__file__).parent / "guests"
 
@@ -36,7 +37,7 @@ def test_a_life_without_a_cut_takes_every_arrow_and_leaves_nothing_on_the_disk(n
 
 
 @pytest.mark.parametrize("arrow", range(LIFE_ARROWS))
-def test_a_cut_at_an_arrow_leaves_nothing_readable_and_is_erased_by_the_next_boot(new_node, arrow):
+def test_a_cut_at_an_arrow_leaves_nothing_readable_and_is_erased_by_the_next_boot(new_node, count, arrow):
     from uml.agentnode import LIFE, after_a_power_cut
 
     node = new_node()
@@ -47,6 +48,7 @@ def test_a_cut_at_an_arrow_leaves_nothing_readable_and_is_erased_by_the_next_boo
     after_a_power_cut(machine)
     assert machine.events[1].tag == "opened" and [row["state"] for row in machine.events[1]["rows"]] == [LIFE[arrow]]
     node.cut(machine)
+    count("cuts at arrows", 1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_a_cut_at_an_arrow_leaves_nothing_readable_and_is_erased_by_the_next_boo
     ],
     ids=["Provisioning", "InUse"],
 )
-def test_cuts_during_each_recovery_after_a_cut_only_delay_the_erasure(new_node, first, recovery):
+def test_cuts_during_each_recovery_after_a_cut_only_delay_the_erasure(new_node, count, first, recovery):
     from uml.agentnode import after_a_power_cut, arrows
 
     node = new_node()
@@ -75,10 +77,14 @@ def test_cuts_during_each_recovery_after_a_cut_only_delay_the_erasure(new_node, 
     machine = node.boot()
     after_a_power_cut(machine)
     node.cut(machine)
+    count("cuts at arrows", 1)
+    count("cuts at arrows of a recovery", len(recovery))
 
 
 @pytest.mark.parametrize(("arrow", "state"), [(2, "Failed"), (3, "Erasing"), (4, "Erased")])
-def test_a_cut_at_an_arrow_of_a_provisioning_that_failed_is_erased_by_the_next_boot(new_node, make_disk, arrow, state):
+def test_a_cut_at_an_arrow_of_a_provisioning_that_failed_is_erased_by_the_next_boot(
+    new_node, make_disk, count, arrow, state
+):
     from uml.agentnode import after_a_power_cut
 
     node = new_node()
@@ -91,9 +97,10 @@ def test_a_cut_at_an_arrow_of_a_provisioning_that_failed_is_erased_by_the_next_b
     assert [row["state"] for row in machine.events[1]["rows"]] == [state]
     node.cut(machine)
     assert not any(small.read_bytes())
+    count("cuts at arrows", 1)
 
 
-def test_a_cut_at_the_arrow_that_abandons_a_volume_in_use_leaves_it_abandoned_and_unreadable(new_node):
+def test_a_cut_at_the_arrow_that_abandons_a_volume_in_use_leaves_it_abandoned_and_unreadable(new_node, count):
     node = new_node()
     machine = node.boot(stop_at=4, abandon=True)
     assert machine.wait_for("arrow", where=lambda event: event["n"] == 4)["after"] == "Abandoned"
@@ -123,13 +130,13 @@ def span_s(uml_kernel, tmp_path_factory):
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, span_s, shard):
+def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, span_s, count, shard):
     from uml.agentnode import after_a_power_cut
 
     source = random.Random(SEED * 1000 + shard)
     kind = "xfs" if shard % 4 == 3 else "ext4"
     node = new_node(kind=kind)
-    number = len(range(shard, CUTS, SHARDS))
+    number = min(CUTS_EACH, CUTS - shard * CUTS_EACH)
     for cut in range(number):
         # Each boot finds what the cut before left: so recoveries are cut as often as lives.
         machine = node.boot(rounds=1000)
@@ -143,7 +150,8 @@ def test_cuts_at_random_leave_nothing_readable_and_nothing_unerased(new_node, sp
     machine = node.boot()
     after_a_power_cut(machine)
     node.cut(machine)
-    print(f"shard {shard}: {number} cuts, {len(node.keys)} keys looked for")
+    count(f"cuts at random (seed {SEED})", number)
+    count("keys searched for", len(node.keys))
 
 
 def test_control_without_encryption_the_canaries_are_found_and_the_next_boot_overwrites_them(new_node):
