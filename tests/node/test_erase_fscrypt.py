@@ -174,6 +174,18 @@ def test_a_mount_laid_over_the_volume_does_not_hide_its_key(host: Host) -> None:
     host.assert_nothing_left(live)
 
 
+def test_a_mount_laid_over_the_slots_keeps_no_key_and_is_told(host: Host) -> None:
+    live, consumer = host.in_use(host.tier("Fscrypt"))
+    host.write_canary(consumer)
+    libc.mount("tmpfs", live.slots_path, "tmpfs", 0, None)
+    consumer.kill()
+    receipt = host.erase(live)
+    assert f"fscrypt key {live.row.key_id}: the kernel reports ABSENT" in steps(receipt)["key-removed"].detail
+    assert steps(receipt)["data-ranges"].ok is None
+    assert steps(receipt)["read-back"].ok and " 0 ciphertext" not in steps(receipt)["read-back"].detail
+    host.assert_nothing_left(live)
+
+
 def test_an_image_whose_name_is_gone_is_still_erased_and_given_back(host: Host) -> None:
     live, consumer = host.in_use(host.tier("Fscrypt"))
     host.write_canary(consumer)
@@ -284,6 +296,7 @@ def test_the_consumer_is_killed_in_the_middle_of_its_writes(host: Host) -> None:
                     os.fdatasync(fd)
         """)
     )
+    eventually("it writes", lambda: live.watch is not None and live.watch.holders() == 1)
     consumer.kill()
     assert look(host.node, live).in_use, "the forked writer still uses it"
     os.kill(child, signal.SIGKILL)

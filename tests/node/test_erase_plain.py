@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import BackendUnavailable
-from kvtier_api.volume import BackendName, VolumeState
+from kvtier_api.errors import BackendUnavailable, EraseIncomplete
+from kvtier_api.volume import VolumeState
 from kvtier_node.backends import BACKENDS
 from kvtier_node.guarding import fulfil_requests, look
 from kvtier_node.live import LiveVolume, request_of
@@ -133,9 +133,10 @@ def test_the_finding_stays_on_record_when_an_attempt_is_cut_short(host: Host) ->
     assert any(step.name == "read-back" and step.ok is False for step in receipt.steps)
 
 
-def test_on_a_copy_on_write_file_system_an_overwrite_is_not_claimed(host: Host) -> None:
-    """overlayfs stands for btrfs and zfs: what was overwritten may still be in a lower layer."""
-    for name in ("lower", "upper", "work", "tiers/over"):
+@pytest.fixture
+def layered(host: Host) -> Host:
+    """The allowed root on overlayfs. It stands for btrfs and zfs: what was overwritten may still be somewhere."""
+    for name in ("lower", "upper", "work"):
         (host.base / name).mkdir()
     host.python(
         """
@@ -146,10 +147,30 @@ def test_on_a_copy_on_write_file_system_an_overwrite_is_not_claimed(host: Host) 
         """,
         str(host.base),
     )
-    probe = BACKENDS[BackendName.HOST_ATTESTED].probe
-    with host.node.places.tier_directory(str(host.root / "demo"), create=True) as tier:
-        found = probe(tier, device=None)
-        assert not found.ok and "overlay" in found.reason
+    return host
+
+
+def test_where_old_copies_may_be_kept_no_overwrite_is_offered(layered: Host) -> None:
+    with pytest.raises(BackendUnavailable, match="overlay keeps old copies"):
+        layered.provision(layered.tier("HostAttested"))
+
+
+def test_where_old_copies_may_be_kept_an_overwrite_is_not_claimed_and_nothing_is_removed(layered: Host) -> None:
+    """Sealed slots are fine there. Plaintext that was written all the same can't be called erased, at no attempt."""
+    host = layered
+    live, consumer = host.in_use(host.tier("SealOnly"))
+    host.write_canary(consumer)
+    consumer.kill()
+    for _ in range(3):
+        with pytest.raises(EraseIncomplete, match="old-copies"):
+            host.erase(live)
+        assert os.path.exists(f"{live.slots_path}/slot.rank_0"), "removed before it was claimed"
+        assert host.node.ledger.receipts() == []
+    assert raw_count(f"{live.slots_path}/slot.rank_0") == 0
+    sealed, other = host.in_use(host.tier("SealOnly", name="sealed"))
+    seal(other)
+    other.kill()
+    assert host.erase(sealed).technique is Technique.PROCESS_DEATH
 
 
 @pytest.mark.parametrize("how", ["held open", "mapped and closed", "forked child"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sqlite3
@@ -141,6 +142,26 @@ print(len(node.ledger.volumes()))
     assert [row.volume_id for row in host.node.ledger.volumes()] == [used.volume_id]
     assert len([event for event in host.node.ledger.events() if event.reason == "LedgerRebuilt"]) == 1
     host.recover()
+
+
+def test_a_rebuild_waits_for_another_and_takes_what_that_one_made(host: Host) -> None:
+    live = host.provision(host.tier("SealOnly"))
+    host.drop_guardians()
+    host.node.ledger.close()
+    deleted(Path(host.state))
+    lock = os.open(f"{host.state}/rebuild.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    start = host.popen(
+        [sys.executable, "-c", "import sys; from kvtier_node.recovery import open_node; open_node(*sys.argv[1:2], sys.argv[2:])",
+         host.state, str(host.root)]
+    )  # fmt: skip
+    waiting = f"FLOCK  ADVISORY  WRITE {start.pid} "
+    eventually("waits for the lock", lambda: f"-> {waiting}" in Path("/proc/locks").read_text())
+    assert not os.path.exists(f"{host.state}/ledger.db")
+    os.close(lock)
+    assert start.wait(60) == 0
+    host.node = open_node(host.state, [str(host.root)], name="node-a")
+    assert [row.volume_id for row in host.node.ledger.volumes()] == [live.volume_id]
 
 
 def test_a_guardian_that_lives_through_the_rebuild_keeps_its_volume(host: Host) -> None:

@@ -108,8 +108,11 @@ class Fscrypt:
         devices = image.devices_of(place, request)
         # Held meanwhile: the file system outlives the unmount, so that the kernel can be asked about the key.
         with image.mounted_root(place) as root:
-            if root is not None and self._is_own(place, request, root) and self._readable(root):
-                self._drop_dirty_pages(root)
+            try:
+                if root is not None and self._is_own(place, request, root) and self._readable(root):
+                    self._drop_dirty_pages(root)
+            except (KvtierError, OSError):
+                pass  # a mount laid over the slots, an immutable file: it would only save time, and the key must go
             steps = [image.unmount_volume(place)]
             for device in devices:
                 steps += self._destroy_on(place, device, [key_id] if key_id else [])
@@ -160,10 +163,7 @@ class Fscrypt:
 
     @staticmethod
     def _drop_dirty_pages(root: Directory) -> None:
-        """Truncate the slot files: their dirty pages go at once, so that removing the key does not write them all back.
-
-        It only saves time. What it cannot do (an immutable file) is no reason to keep the key.
-        """
+        """Truncate the slot files: their dirty pages go at once, so that removing the key does not write them all back."""
         with root.child(SLOTS_DIRECTORY, any_owner=True) as slots:
             for directory, name in walk_files(slots):
                 try:
