@@ -157,6 +157,11 @@ def test_no_module_of_the_controller_asks_the_api_server_unseen() -> None:
     assert not controllers_calls("application")
 
 
+def test_no_module_of_the_agent_asks_the_api_server_unseen() -> None:
+    users = [path for path in NODE.parent.rglob("*.py") if "lightkube" in path.read_text()]
+    assert users and all(path.parent == NODE for path in users)
+
+
 def test_the_controller_has_what_it_uses_and_nothing_else(default: Rendered) -> None:
     assert granted(default, "kvtier-controller") == controllers_calls(*CONTROLLER) | kopfs_watches()
 
