@@ -7,6 +7,7 @@ never by path. ext4 has no journal here: a journal would keep copies, and the fi
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -47,6 +48,8 @@ _NO_ADDRESS: Final = (
     constants.FIEMAP_EXTENT_UNKNOWN | constants.FIEMAP_EXTENT_DELALLOC | constants.FIEMAP_EXTENT_DATA_INLINE
 )
 _LIMIT_S: Final = 60.0
+_DISCARD_TRIES: Final = 5
+_DISCARD_PAUSE_S: Final = 0.1
 
 
 def bytes_needed(slots_bytes: int) -> int:
@@ -242,20 +245,26 @@ def read_back(fd: int, ranges: Sequence[Range]) -> list[Step]:
 
 
 def discard_image(image_fd: int) -> Step:
-    """Give every block of the image back and read the result. Raises EraseIncomplete unless all of it is zeros."""
+    """Give every block of the image back and read the result. Raises EraseIncomplete unless all of it is zeros.
+
+    A mount namespace that was copied a moment ago (a container that starts) keeps the file system for as long as its copy
+    lives, and its end writes the superblock once more: so this is done again a few times.
+    """
     size = os.fstat(image_fd).st_size
     if size == 0:  # a crash came between its creation and its preallocation
         return Step("discard", True, "the image was never given a byte")
-    files.punch_hole(image_fd, 0, size)
-    os.fdatasync(image_fd)
-    result = read_back_file(image_fd, [Range(0, size)])
-    if result.empty != result.blocks:
-        raise EraseIncomplete(
-            f"the image is not all zeros after the discard: {result.sentence()}",
-            obj=IMAGE_NAME,
-            remedy="kvtier tries again by itself; see the kernel log",
-        )
-    return Step("discard", True, f"punched {size} bytes; {result.sentence()}")
+    for attempt in range(_DISCARD_TRIES):
+        time.sleep(_DISCARD_PAUSE_S * attempt)
+        files.punch_hole(image_fd, 0, size)
+        os.fdatasync(image_fd)
+        result = read_back_file(image_fd, [Range(0, size)])
+        if result.empty == result.blocks:
+            return Step("discard", True, f"punched {size} bytes; {result.sentence()}")
+    raise EraseIncomplete(
+        f"the image is not all zeros after the discard: {result.sentence()}",
+        obj=IMAGE_NAME,
+        remedy="kvtier tries again by itself; see the kernel log",
+    )
 
 
 def release_image(place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
