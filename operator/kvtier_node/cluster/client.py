@@ -22,7 +22,7 @@ from kvtier_api.errors import Busy, InvalidResource, KvtierError, NotFound, NotP
 from kvtier_api.meta import GROUP, VERSION, Resource
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import KVCacheVolume
-from kvtier_node.cluster.errors import ApiUnavailable
+from kvtier_node.cluster.errors import ApiUnavailable, NamespaceEnding
 
 __all__ = ["ERASURES", "FIELD_MANAGER", "TIERS", "VOLUMES", "ClusterOptions", "Gone", "Kind", "connect", "translated"]
 
@@ -89,7 +89,7 @@ def translated(what: str) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        kind = _BY_CODE.get(error.status.code or 0, ApiUnavailable)
+        kind = NamespaceEnding if _namespace_ends(error) else _BY_CODE.get(error.status.code or 0, ApiUnavailable)
         raise kind(f"the API server says: {(error.status.message or '')[:_TEXT_LIMIT]}", obj=what) from error
     except httpx2.HTTPStatusError as error:
         kind = _BY_CODE.get(error.response.status_code, ApiUnavailable)
@@ -99,6 +99,13 @@ def translated(what: str) -> Iterator[None]:
         raise ApiUnavailable(
             f"the API server cannot be reached ({text[:_TEXT_LIMIT]})", obj=what, remedy="it is tried again"
         ) from error
+
+
+def _namespace_ends(error: ApiError) -> bool:
+    """The API server's own cause (k8s.io/api/core/v1, `NamespaceTerminatingCause`)."""
+    details = error.status.details
+    causes = details.causes if details is not None else None
+    return any(cause.reason == "NamespaceTerminating" for cause in causes or ())
 
 
 def plain(body: Any) -> dict[str, Any]:

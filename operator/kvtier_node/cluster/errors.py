@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier_api.errors import KvtierError
+from kvtier_api.errors import KvtierError, NotPermitted
 
-__all__ = ["ApiUnavailable"]
+__all__ = ["ApiUnavailable", "NamespaceEnding"]
 
 
 class ApiUnavailable(KvtierError):
     """The API server does not answer, or asks to be left alone (429, 5xx). Nothing is known; it is tried again."""
+
+
+class NamespaceEnding(NotPermitted):
+    """The namespace is being deleted: what is there can be changed, and nothing new can be made in it."""

@@ -19,6 +19,7 @@ from kvtier_api.errors import Busy, NotFound
 from kvtier_api.meta import API_VERSION
 from kvtier_api.volume import KVCacheVolumeStatus
 from kvtier_node.cluster.client import ERASURES, FIELD_MANAGER, VOLUMES, Kind, translated
+from kvtier_node.cluster.errors import NamespaceEnding
 from kvtier_node.cluster.objects import erasure_object, volume_object
 from kvtier_node.ledger import Event as LedgerEvent
 from kvtier_node.ledger import VolumeRow
@@ -48,9 +49,16 @@ class Writer:
         await self._apply_status(VOLUMES, row.tier_namespace, row.volume_id, status)
 
     async def erasure(self, row: VolumeRow, pod: PodIdentity, receipt: Receipt) -> None:
-        """The record of an erasure, with its status. One that is complete already stays as it is."""
+        """The record of an erasure, with its status. One that is complete already stays as it is.
+
+        In a namespace that is being deleted none can be made: then the receipt in this node's chain is the record, and the
+        volume's status names it. Otherwise the namespace would wait for its volumes, and they for it.
+        """
         body, status = erasure_object(row, pod, receipt)
-        await self._apply(ERASURES, body)
+        try:
+            await self._apply(ERASURES, body)
+        except NamespaceEnding:
+            return
         await self._apply_status(ERASURES, row.tier_namespace, receipt.id, status)
 
     async def _apply(self, kind: Kind, body: dict[str, Any]) -> None:
