@@ -39,6 +39,7 @@ lint: venv
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m kvtier_api.generate --check
+	$(PY) -m kvtier_api.generate --check --output charts/kvtier/files/crds
 
 # Exhaustive: every kill point with every injected error, and N power cuts at random.
 crash: venv kernel
@@ -49,6 +50,7 @@ bench: venv
 
 manifests: venv
 	$(PY) -m kvtier_api.generate
+	$(PY) -m kvtier_api.generate --output charts/kvtier/files/crds
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
