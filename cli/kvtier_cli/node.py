@@ -79,7 +79,7 @@ def node(
         from kvtier_node.endpoints import parse_listen
         from kvtier_node.event_log import configure
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("aiohttp", "prometheus_client"):
+        if (error.name or "").partition(".")[0] not in ("prometheus_client", "structlog"):
             raise
         raise BackendUnavailable(
             f"the Python package {error.name} is missing", obj="kvtier node", remedy="pip install 'kvtier[node]'"

@@ -35,11 +35,14 @@ from kvtier_node.ledger import ABANDON, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.pods.consumer import PodConsumer
+from kvtier_node.tasks import end_tasks, wait_for_event
 from kvtier_node.threads import Threads
 
 __all__ = ["ClusterPart"]
 
 _ROUND_S: Final = 1.0
+_AT_MOST_EVERY_S: Final = 0.1
+_END_S: Final = 5.0
 _AGAIN_S: Final = 5.0
 _TIER_OBJECT: Final = "KVCacheTier "
 
@@ -97,9 +100,8 @@ class ClusterPart:
 
     async def close(self) -> None:
         """End the tasks, and the connections."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if left := await end_tasks(self._tasks, limit_s=_END_S):
+            self._log.warning("cluster-tasks-left", tasks=left)
         await self._client.close()
 
     def _seen(self, volume_id: str) -> Seen:
@@ -151,11 +153,9 @@ class ClusterPart:
                 await self._round()
             except (KvtierError, OSError) as error:
                 self._log.error("cluster-round-failed", error=str(error))
-            try:
-                await asyncio.wait_for(self._changed.wait(), _ROUND_S)
-            except TimeoutError:
-                pass
+            await wait_for_event(self._changed, _ROUND_S)
             self._changed.clear()
+            await asyncio.sleep(_AT_MOST_EVERY_S)  # many changes at once are one round
 
     async def _round(self) -> None:
         rows = [row for row, _ in await self._threads.run(lambda: of_pods(self._node))]

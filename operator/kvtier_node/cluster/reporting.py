@@ -30,6 +30,7 @@ from kvtier_node.ledger import Transition, VolumeRow
 from kvtier_node.node import Node
 from kvtier_node.pods.consumer import PodIdentity, pod_of
 from kvtier_node.receipts import Receipt
+from kvtier_node.tasks import wait_for_event
 from kvtier_node.threads import Threads
 
 __all__ = ["Due", "Reporter"]
@@ -207,10 +208,7 @@ class Reporter:
                 continue
             except (KvtierError, OSError) as error:  # the ledger is busy, or the disk full
                 self._log.error("report-failed", error=str(error))
-            try:
-                await asyncio.wait_for(self._wake.wait(), _ROUND_S)
-            except TimeoutError:
-                pass
+            await wait_for_event(self._wake, _ROUND_S)
             self._wake.clear()
 
     def _catch_up(self) -> None:

@@ -17,11 +17,13 @@ from kvtier_node.csi.surroundings import Guards
 from kvtier_node.event_log import Log
 from kvtier_node.ledger import Transition
 from kvtier_node.node import Node
+from kvtier_node.tasks import end_tasks
 from kvtier_node.threads import Threads
 
 __all__ = ["PodService"]
 
 _RETRY_S: Final = 2.0
+_END_S: Final = 5.0
 
 
 class PodService:
@@ -68,8 +70,7 @@ class PodService:
         task, csi, cluster = self._task, self._csi, self._cluster
         self._task = self._csi = self._cluster = None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task], limit_s=_END_S)
         if csi is not None:
             await csi.close()
         if cluster is not None:

@@ -21,6 +21,7 @@ from kvtier_node.csi.generated.pluginregistration_pb2_grpc import (
 from kvtier_node.csi.names import DRIVER, REGISTRATION_SOCKET, SUPPORTED_VERSIONS
 from kvtier_node.csi.sockets import SocketPlace
 from kvtier_node.event_log import Log
+from kvtier_node.tasks import wait_for_event
 
 __all__ = ["Registration"]
 
@@ -95,10 +96,7 @@ class Registration:
             await server.start()
             place.show()
             while place.is_shown() and not self._service.refused.is_set():
-                try:
-                    await asyncio.wait_for(self._service.refused.wait(), _LOOK_S)
-                except TimeoutError:
-                    continue
+                await wait_for_event(self._service.refused, _LOOK_S)
         finally:
             place.remove()
             await server.stop(_GRACE_S)

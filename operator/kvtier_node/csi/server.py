@@ -30,6 +30,7 @@ from kvtier_node.csi.usage import Usage, usage_of
 from kvtier_node.event_log import Log
 from kvtier_node.node import Node
 from kvtier_node.pods.target import TargetPath
+from kvtier_node.tasks import end_tasks
 from kvtier_node.threads import Threads
 
 __all__ = ["DEFAULT_KUBELET", "CsiOptions", "CsiService"]
@@ -143,11 +144,7 @@ class CsiService:
     async def close(self) -> None:
         """Take the registration away, let what runs come to its end, stop. Volumes in use stay in use."""
         if self._registering is not None:
-            self._registering.cancel()
-            try:
-                await self._registering
-            except asyncio.CancelledError:
-                pass
+            await end_tasks([self._registering], limit_s=_DRAIN_S)
         self._ready = False
         left = await self._node_service.operations.drain(_DRAIN_S)
         if left:
