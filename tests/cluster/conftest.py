@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from api_client import Api
 from controlplane import TOOLS, ControlPlane, install_crds, need_tools
+from installed import Installed
+from node import Node, need_node
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,14 @@ def api(plane: ControlPlane) -> Iterator[Api]:
         api = Api(client, namespace)
         api.create("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
         yield api
+
+
+@pytest.fixture(scope="session")
+def installed() -> Iterator[Installed]:
+    """A whole node with kvtier on it, installed by Helm from its chart. For all acceptance tests of the session."""
+    need_node()
+    need_tools("helm")
+    with Node() as node:
+        found = Installed(node)
+        found.install()
+        yield found

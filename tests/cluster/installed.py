@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import images
-from api_client import Api, Json, tier
+from api_client import Api, Json, Refused, tier
 from controlplane import binary, wait_until
 from node import Node
 from raw_bytes import hits_in_file, hits_in_folder
@@ -23,16 +23,18 @@ sys.path.insert(0, str(images.WORKLOADS))
 
 from canaries import KINDS, canary  # noqa: E402
 
-__all__ = ["NAMESPACE", "RELEASE", "Installed", "Use"]
+__all__ = ["ERASURES", "NAMESPACE", "RELEASE", "TIERS", "VOLUMES", "Installed", "Use"]
 
 RELEASE, NAMESPACE = "kvtier", "kvtier-system"
 CHART = Path(__file__).resolve().parents[2] / "charts" / "kvtier"
 TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
+_AGENT = "app.kubernetes.io/component=node"
 _VALUES = {
     "image.registry": images.REGISTRY,
     "image.pullPolicy": "Never",
     "controller.image.tag": images.TAG,
     "node.image.tag": images.TAG,
+    "drain.timeoutSeconds": "15",
 }
 
 
@@ -59,15 +61,20 @@ class Installed:
         """What a person would look at first."""
         said = [
             self.node.kubectl("-n", NAMESPACE, *arguments, check=False).stdout[-6000:]
-            for arguments in (("get", "pods", "-o", "wide"), ("describe", "pods"), ("logs", "ds/kvtier-node", "--tail=60"))
+            for arguments in (
+                ("get", "pods", "-o", "wide"),
+                ("describe", "pods"),
+                ("logs", "ds/kvtier-node", "--tail=60"),
+            )
         ]
         return "\n".join(said)
 
     # -- the agent
 
     def agent_pod(self) -> Json | None:
-        selector = "app.kubernetes.io/component=node"
-        found = json.loads(self.node.kubectl("-n", NAMESPACE, "get", "pods", "-l", selector, "-o", "json").stdout)["items"]
+        found = json.loads(self.node.kubectl("-n", NAMESPACE, "get", "pods", "-l", _AGENT, "-o", "json").stdout)[
+            "items"
+        ]
         living = [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
         return living[0] if living else None
 
@@ -92,7 +99,31 @@ class Installed:
         return sum(status["restartCount"] for status in (pod or {}).get("status", {}).get("containerStatuses", []))
 
     def wait_agent(self, *, restarts: int = 0) -> None:
-        wait_until("the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=90)
+        wait_until(
+            "the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=90
+        )
+
+    @contextlib.contextmanager
+    def without_agent(self) -> Iterator[None]:
+        """No agent's pod on the node, as when its image cannot be had."""
+        self._select("kvtier.test/nowhere", "true")
+        wait_until("the agent is gone", lambda: self.agent_pod() is None)
+        wait_until(
+            "its container is gone",
+            lambda: not self.node.kubectl("-n", NAMESPACE, "get", "pods", "-l", _AGENT, "-o", "name").stdout,
+        )
+        try:
+            yield
+        finally:
+            self.bring_agent_back()
+            self.wait_agent()
+
+    def bring_agent_back(self) -> None:
+        self._select("kvtier.test/nowhere", None)
+
+    def _select(self, label: str, value: str | None) -> None:
+        patch = {"spec": {"template": {"spec": {"nodeSelector": {label: value}}}}}
+        self.node.kubectl("-n", NAMESPACE, "patch", "daemonset", "kvtier-node", "--type=merge", "-p", json.dumps(patch))
 
     # -- uses
 
@@ -171,7 +202,10 @@ class Use:
                         "image": images.WORKLOAD,
                         "imagePullPolicy": "Never",
                         "command": ["python", "/workloads/engine_writer.py"],
-                        "env": [{"name": "SEED", "value": self.seed}, *([{"name": "PLAIN", "value": "1"}] if self.plain else [])],
+                        "env": [
+                            {"name": "SEED", "value": self.seed},
+                            *([{"name": "PLAIN", "value": "1"}] if self.plain else []),
+                        ],
                         "volumeMounts": [{"name": "outside", "mountPath": "/outside"}],
                     }
                 ],
@@ -210,7 +244,9 @@ class Use:
     def look_up(self) -> Json:
         """The pod's volume that is not final."""
         (found,) = [
-            each for each in self.api.list(VOLUMES) if each["spec"]["consumer"]["podUid"] == self.uid and not _final(each)
+            each
+            for each in self.api.list(VOLUMES)
+            if each["spec"]["consumer"]["podUid"] == self.uid and not _final(each)
         ]
         self.volume = found["metadata"]["name"]
         return found
@@ -233,7 +269,9 @@ class Use:
         """In the backing image (also after its name is gone) and in every file of kubelet's, of the tiers' and of the logs."""
         found = dict.fromkeys(KINDS, 0)
         lib = self.node.base / "lib"
-        parts = [hits_in_folder(folder, self.texts) for folder in (lib / "kubelet", lib / "kvtier", self.node.base / "log")]
+        parts = [
+            hits_in_folder(folder, self.texts) for folder in (lib / "kubelet", lib / "kvtier", self.node.base / "log")
+        ]
         parts += [hits_in_file(fd, self.texts) for fd in self._images]
         for part in parts:
             for kind, count in part.items():
@@ -242,29 +280,51 @@ class Use:
 
     def condition(self, kind: str) -> tuple[str, str]:
         status = (self.api.find(TIERS, "chat") or {}).get("status") or {}
-        return next(((it["status"], it["reason"]) for it in status.get("conditions", []) if it["type"] == kind), ("", ""))
+        return next(
+            ((it["status"], it["reason"]) for it in status.get("conditions", []) if it["type"] == kind), ("", "")
+        )
 
     def reasons(self) -> set[str]:
-        return {event["reason"] for event in self.api.list("events") if event.get("reportingController", "").startswith("kvtier")}
+        return {
+            event["reason"]
+            for event in self.api.list("events")
+            if event.get("reportingController", "").startswith("kvtier")
+        }
+
+    def kubelets_reasons(self) -> set[str]:
+        """Of the pod's events, which say what `kubectl describe pod` says."""
+        return {event["reason"] for event in self.api.list("events") if event["regarding"].get("uid") == self.uid}
 
     # -- its end
 
     def expect_erased(self, *triggers: str) -> Json:
-        """Every claim of an erasure: the volume is final, its record has a receipt that the node's chain holds, nothing is found."""
-        wait_until(f"{self.volume} is Erased", lambda: _state(self.api.find(VOLUMES, self.volume)) == "Erased", limit_s=90)
-        wait_until("Scrubbed", lambda: self.condition("Scrubbed") == ("True", "NothingLeft"))
-        wait_until("residual bytes are none", lambda: self.api.get(TIERS, "chat")["status"].get("residualBytes") == 0)
-        (record,) = [it for it in self.api.list(ERASURES) if it["metadata"]["labels"]["kvtier.dev/volume"] == self.volume]
-        assert record["status"]["state"] == "Complete"
+        """Every claim of an erasure: a complete record, a receipt that the node's chain holds, nothing left and nothing found.
+
+        While the tier is there: its volume is `Erased`, and `Scrubbed` is True.
+        """
+        self.wait("the record of the erasure", lambda: self.record() is not None, limit_s=90)
+        if self.api.find(TIERS, "chat") is not None:
+            self.wait(f"{self.volume} is Erased", lambda: _state(self.api.find(VOLUMES, self.volume)) == "Erased")
+            self.wait("Scrubbed", lambda: self.condition("Scrubbed") == ("True", "NothingLeft"))
+            self.wait("no residual bytes", lambda: self.api.get(TIERS, "chat")["status"].get("residualBytes") == 0)
+        record = self.record()
+        assert record is not None
         (result,) = record["status"]["volumes"]
         assert result["verified"], result
         assert record["spec"]["trigger"] in triggers, record["spec"]
         receipt = self.receipts()[result["receiptId"]]
         assert receipt["volume_id"] == self.volume
-        wait_until("the events say it", lambda: {"StoreCreated", "Erased"} <= self.reasons(), limit_s=30)
-        assert self.hits() | {"control": 0} == dict.fromkeys(KINDS, 0)
+        self.wait("the events say it", lambda: {"StoreCreated", "StoreInUse", "Erased"} <= self.reasons(), limit_s=30)
+        assert {kind: count for kind, count in self.hits().items() if kind != "control"} == {"prompt": 0, "plain": 0}
         assert not self.place.exists()
         return record
+
+    def record(self) -> Json | None:
+        """The complete record of the volume's erasure."""
+        label = "kvtier.dev/volume"
+        found = [it for it in self.api.list(ERASURES) if it["metadata"].get("labels", {}).get(label) == self.volume]
+        assert len(found) < 2, found
+        return next((it for it in found if (it.get("status") or {}).get("state") == "Complete"), None)
 
     def receipts(self) -> dict[str, Json]:
         """By id, once the whole chain was verified by kvtier's own command, on a copy of the node's state."""
@@ -272,7 +332,9 @@ class Use:
         command = [sys.executable, "-m", "kvtier_cli.main", "receipts"]
         where = ["--state-dir", str(state), "-o", "json"]
         subprocess.run([*command, "verify", *where], check=True, capture_output=True)
-        listed = subprocess.run([*command, "list", "--limit", "0", *where], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            [*command, "list", "--limit", "0", *where], check=True, capture_output=True, text=True
+        ).stdout
         return {receipt["id"]: receipt for receipt in json.loads(listed)}
 
     def end(self) -> None:
@@ -280,11 +342,8 @@ class Use:
         for fd in self._images:
             os.close(fd)
         self._images.clear()
-        with contextlib.suppress(Exception):
-            self.api.delete("pods", self.pod_name)
-        with contextlib.suppress(Exception):
-            self.api.delete(TIERS, "chat")
-        self.api.delete("namespaces", self.api.namespace)
+        with contextlib.suppress(Refused):  # gone already
+            self.api.delete("namespaces", self.api.namespace)
         wait_until(f"namespace {self.api.namespace} is gone", self._is_gone, limit_s=60)
 
     def _is_gone(self) -> bool:
