@@ -307,15 +307,27 @@ class Host:
         return [entry.mount_point for entry in mounts.mountinfo() if entry.mount_point.startswith(f"{self.base}/")]
 
     def loops(self) -> list[str]:
+        """Loop devices on our images, but for those that only a mount namespace of a stranger's holds.
+
+        A namespace that anybody makes on this machine meanwhile has copies of our mounts, for as long as it lasts.
+        """
         found = []
         for path in Path("/sys/block").glob("loop*/loop/backing_file"):
             try:
-                if path.read_text().startswith(f"{self.base}/"):
-                    found.append(f"/dev/{path.parts[3]}")
+                ours = path.read_text().startswith(f"{self.base}/")
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENXIO):
                     raise
+                continue
+            device = f"/dev/{path.parts[3]}"
+            if ours and not self._held_by_strangers(device):
+                found.append(device)
         return found
+
+    def _held_by_strangers(self, device: str) -> bool:
+        own = {process.pid for process in self.processes}
+        number = os.stat(device).st_rdev
+        return not mounts.mounts_of_device(number) and any(pid not in own for pid, _ in mounts.mounts_elsewhere(number))
 
     def assert_nothing_left(self, live: LiveVolume | None = None) -> None:
         """No mount, no loop device, no lock, and of the place not even its directory."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import KvtierError, NotFound
+from kvtier_api.errors import KvtierError, LedgerError, NotFound
 from kvtier_api.volume import VolumeState
 from kvtier_node import shared_memory
 from kvtier_node.backends import BACKENDS
@@ -33,6 +33,7 @@ from kvtier_node.places import MOUNT_NAME, Places
 from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.receipts import PlaceRecord, Receipt, Technique, utc_now
 from kvtier_node.slots import SlotWatch
+from kvtier_node.state_dir import StateDirectory
 
 _TRIGGERS: Final = frozenset(trigger.value for trigger in Trigger)
 
@@ -57,20 +58,20 @@ def open_node(
     Raises LedgerError where it cannot be rebuilt, UnsafePath, NotPermitted, VerificationFailed (the node's key).
     """
     try:
-        return _open_sound(state_dir, roots, name, observers)
+        with _rebuild_lock(state_dir, exclusive=False):  # a ledger that is being rebuilt is sound, and not whole yet
+            return _open_sound(state_dir, roots, name, observers)
     except (LedgerDamaged, LedgerMissing):
-        with _alone(state_dir):  # of two processes that meet a lost ledger, one rebuilds it
-            try:
-                return _open_sound(state_dir, roots, name, observers)
-            except (LedgerDamaged, LedgerMissing) as error:
-                identity = NodeIdentity.load_or_create(state_dir)
-                ledger = Ledger.create_fresh(state_dir, str(error), observers=observers, public_key=identity.public_key)
-                node = Node(state_dir, name or Node.default_name(), ledger, identity, Places(roots, identity))
-                rebuild(node)
-                ledger.add_event(
-                    "Warning", "LedgerRebuilt", state_dir, f"rebuilt from the places on this node: {error}"
-                )
-                return node
+        pass
+    with _rebuild_lock(state_dir, exclusive=True):  # of two processes that meet a lost ledger, one rebuilds it
+        try:
+            return _open_sound(state_dir, roots, name, observers)
+        except (LedgerDamaged, LedgerMissing) as error:
+            identity = NodeIdentity.load_or_create(state_dir)
+            ledger = Ledger.create_fresh(state_dir, str(error), observers=observers, public_key=identity.public_key)
+            node = Node(state_dir, name or Node.default_name(), ledger, identity, Places(roots, identity))
+            rebuild(node)
+            ledger.add_event("Warning", "LedgerRebuilt", state_dir, f"rebuilt from the places on this node: {error}")
+            return node
 
 
 def _open_sound(state_dir: str, roots: Sequence[str], name: str | None, observers: Sequence[Observer]) -> Node:
@@ -85,14 +86,18 @@ def _open_sound(state_dir: str, roots: Sequence[str], name: str | None, observer
 
 
 @contextmanager
-def _alone(state_dir: str) -> Iterator[None]:
-    """One process at a time; the kernel lets the next one in when the holder ends, by whatever means."""
-    fd = os.open(f"{state_dir}/rebuild.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _rebuild_lock(state_dir: str, *, exclusive: bool) -> Iterator[None]:
+    """Of every open, and alone for a rebuild; the kernel lets the next one in when a holder ends, by whatever means."""
+    state = StateDirectory.open(state_dir)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        fd = state.open_file("rebuild.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(fd)
     finally:
-        os.close(fd)
+        state.close()
 
 
 def rebuild(node: Node) -> list[str]:
@@ -110,7 +115,12 @@ def rebuild(node: Node) -> list[str]:
             continue
         if _is_known(node, record.volume_id):  # asked for after the place was read: it was planned before it was made
             continue
-        node.ledger.adopt(_row_of(node, record))
+        try:
+            node.ledger.adopt(_row_of(node, record))
+        except LedgerError:
+            if not _is_known(node, record.volume_id):
+                raise
+            continue  # another recovery was faster
         adopted.append(record.volume_id)
     return adopted
 
@@ -167,10 +177,12 @@ def _row_of(node: Node, record: PlaceRecord) -> VolumeRow:
 
 def _consumer_of(node: Node, place: str) -> dict[str, Any] | None:
     try:
-        return node.places.consumer_of(place)
-    except (KvtierError, ValueError) as error:
+        found = node.places.consumer_of(place)
+        consumer_of(found)  # nobody signed it: anything can be in it
+    except (KvtierError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         node.ledger.add_event("Warning", "ConsumerUnknown", place, f"its consumer's record cannot be read: {error}")
         return None
+    return found
 
 
 def guard(node: Node, row: VolumeRow) -> LiveVolume | None:

@@ -34,8 +34,11 @@ print(json.dumps({
 """
 
 
-FORKED = "(exec 3<> $KVTIER_SLOT_DIR/slot.rank_0; while [ ! -e {} ]; do sleep 0.1; done) >/dev/null 2>&1 & exit 5"
-"""A command that ends at once, and leaves a child with a slot file, which ends when a file is there."""
+FORKED = (
+    "(exec 3<> $KVTIER_SLOT_DIR/slot.rank_0; touch {0}.open; while [ ! -e {0} ]; do sleep 0.1; done) >/dev/null 2>&1 &"
+    " while [ ! -e {0}.open ]; do sleep 0.1; done; exit 5"
+)
+"""A command that ends and leaves a child with a slot file, which ends when the file {0} is there."""
 
 
 def begin(host: Host, command: list[str], backend: str = "SealOnly") -> subprocess.Popen[str]:
@@ -149,11 +152,7 @@ def test_a_forked_child_that_holds_a_slot_file_keeps_the_volume_until_it_ends(ho
     mark = host.base / "child-ends"
     process = begin(
         host,
-        [
-            "sh",
-            "-c",
-            f"(exec 3<> $KVTIER_SLOT_DIR/slot.rank_0; while [ ! -e {mark} ]; do sleep 0.1; done) >/dev/null 2>&1 & exit 5",
-        ],
+        ["sh", "-c", FORKED.format(mark)],
     )
     [row] = eventually("in use", lambda: [row for row in host.node.ledger.volumes() if row.state is VolumeState.IN_USE])
     pid = row.consumer["pid"] if row.consumer else 0
@@ -172,11 +171,7 @@ def test_a_signal_after_the_commands_end_ends_the_waiting_and_leaves_the_volume_
     mark = host.base / "child-ends"
     process = begin(
         host,
-        [
-            "sh",
-            "-c",
-            f"(exec 3<> $KVTIER_SLOT_DIR/slot.rank_0; while [ ! -e {mark} ]; do sleep 0.1; done) >/dev/null 2>&1 & exit 5",
-        ],
+        ["sh", "-c", FORKED.format(mark)],
         backend="Fscrypt",
     )
     [row] = eventually("in use", lambda: [row for row in host.node.ledger.volumes() if row.state is VolumeState.IN_USE])
