@@ -120,11 +120,11 @@ def recovered_fully(node: Node) -> list[str]:
 
 
 def recovery(fault: dict[str, Any], status: int) -> None:
-    """A new agent, in the same boot. What a probe left is taken away when the next volume is made, so one is made then."""
+    """A new agent, in the same boot. What a killed agent's probe left goes when the next volume is made, so one is made then."""
     node = open_node(str(agent_node.STATE), [str(agent_node.ROOT)], name="vm")
     failed = recovered_fully(node)
     last = agent_node.receipts(node)["receipts"][-1:]
-    if any(thing.startswith(PROBE) for thing in agent_node.left_over()):
+    if "child" not in fault and any(thing.startswith(PROBE) for thing in agent_node.left_over()):
         erase(
             node, provision(node, agent_node.tier_of_args(), uid=agent_life.USER, gid=agent_life.USER), Trigger.REQUEST
         )

@@ -41,6 +41,9 @@ def recovered(node: Node) -> None:
         places=agent_node.kept_places(node),
         left_over=agent_node.left_over(),
     )
+    for live in [*found.adopted, *(live for live, _ in found.failed)]:  # the test's verdict is given; the disk may go
+        live.close_watch()
+        live.guardian.close()
 
 
 def served(node: Node) -> None:
