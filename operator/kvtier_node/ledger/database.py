@@ -290,7 +290,8 @@ class Database:
 def _check_whole(connection: sqlite3.Connection, state: StateDirectory) -> None:
     path = state.path_of(LEDGER_NAME)
     check_schema(connection, path)
-    commits, mark = _commits(connection), _read_mark(state)
+    mark = _read_mark(state)  # first: others commit meanwhile, and then say so in the mark
+    commits = _commits(connection)
     if mark > commits:
         raise LedgerDamaged(
             f"it has lost commits ({commits} are here, {mark} were made): its log is gone, or it is an old copy",
