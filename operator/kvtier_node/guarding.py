@@ -22,6 +22,7 @@ from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import TERMINAL, ArrowRefused, EraseRequest, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
+from kvtier_node.pods.between import look_between
 from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.ending import end_use, files_of_place
 from kvtier_node.receipts import Receipt
@@ -78,7 +79,13 @@ def _observed(node: Node, live: LiveVolume) -> KvtierError | None:
 
 
 def observe(node: Node, live: LiveVolume) -> None:
-    """See what the living consumer has in shared memory, and put it on record. Raises LedgerError, KernelError."""
+    """See what the living consumer has in shared memory, and put it on record; empty what a pod's old container left.
+
+    Raises LedgerError, KernelError, and what `look_between` raises.
+    """
+    pod = PodConsumer.from_record(live.row.consumer)
+    if pod is not None and destroys_keys(live.row):
+        look_between(node, live, pod)
     consumer = ProcessConsumer.from_record(live.row.consumer)
     if consumer is None or not consumer.alive():
         return

@@ -11,6 +11,7 @@ from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.guardian import Guardian
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.places import MOUNT_NAME
+from kvtier_node.pods.containers import Between
 from kvtier_node.receipts import utc_now
 from kvtier_node.sampling import Range
 from kvtier_node.shared_memory import SharedMemoryWatch
@@ -39,6 +40,8 @@ class LiveVolume:
     guardian: Guardian
     watch: SlotWatch | None = None
     shared: SharedMemoryWatch | None = None
+    between: Between | None = None
+    """Of a pod: which of its containers have the volume."""
     attempts: int = 0
     death: Death | None = None
     """Kept over failed attempts to erase: the deadline runs from the death, not from the last try."""
@@ -61,6 +64,8 @@ class LiveVolume:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
+        if self.between is not None:
+            self.between.containers.close()
 
 
 def request_of(row: VolumeRow) -> VolumeRequest:
