@@ -306,23 +306,23 @@ class Host:
     def mounts(self) -> list[str]:
         return [entry.mount_point for entry in mounts.mountinfo() if entry.mount_point.startswith(f"{self.base}/")]
 
+    def _all_loops(self) -> list[str]:
+        found = []
+        for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+            try:
+                if path.read_text().startswith(f"{self.base}/"):
+                    found.append(f"/dev/{path.parts[3]}")
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENXIO):
+                    raise
+        return found
+
     def loops(self) -> list[str]:
         """Loop devices on our images, but for those that only a mount namespace of a stranger's holds.
 
         A namespace that anybody makes on this machine meanwhile has copies of our mounts, for as long as it lasts.
         """
-        found = []
-        for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-            try:
-                ours = path.read_text().startswith(f"{self.base}/")
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENXIO):
-                    raise
-                continue
-            device = f"/dev/{path.parts[3]}"
-            if ours and not self._held_by_strangers(device):
-                found.append(device)
-        return found
+        return [device for device in self._all_loops() if not self._held_by_strangers(device)]
 
     def _held_by_strangers(self, device: str) -> bool:
         own = {process.pid for process in self.processes}
@@ -353,7 +353,7 @@ class Host:
             path.unlink(missing_ok=True)
         for point in reversed(self.mounts()):
             libc.umount2(point, 2)  # MNT_DETACH
-        for device in self.loops():
+        for device in self._all_loops():
             subprocess.run([need_tool("losetup"), "-d", device], check=True)
         self._unprotect()
         eventually("every loop device given back", lambda: not self.loops())

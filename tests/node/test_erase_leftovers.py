@@ -166,7 +166,7 @@ def test_a_file_that_the_consumer_linked_into_the_volume_is_named_and_left_alone
 def test_two_names_of_one_file_inside_the_volume_are_one_file_of_it(host: Host) -> None:
     live, consumer = host.in_use(host.tier("SealOnly"))
     consumer.do(f"open(f'{{slots}}/one', 'wb').write({CANARY!r} * 100); os.link(f'{{slots}}/one', f'{{slots}}/two')")
-    keeper = os.open(f"{live.slots_path}/one", os.O_RDONLY)
+    keeper = os.open(f"{live.slots_path}/one", os.O_PATH)
     os.sync()
     consumer.kill()
     live.close_watch()
