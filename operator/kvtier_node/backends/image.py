@@ -145,7 +145,7 @@ def detach_all(devices: Sequence[loop.LoopDevice]) -> list[Step]:
 def make_file_system(device: str, *, features: str) -> None:
     """ext4 without a journal on `device`. Lazily initialised tables, so that the time does not grow with the size."""
     bounded.run_tool(
-        ["mkfs.ext4", "-q", "-F", "-b", "4096", "-O", features, "-m", "0", "-N", "128", "-T", "largefile4", "-L", "kvtier",
+        ["mkfs.ext4", "-q", "-F", "-b", "4096", "-O", features, "-m", "0", "-N", "16384", "-T", "largefile4", "-L", "kvtier",
          "-E", "nodiscard,lazy_itable_init=1,root_owner=0:0", device],
         timeout_s=_LIMIT_S,
     )  # fmt: skip
