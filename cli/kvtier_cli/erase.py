@@ -236,6 +236,7 @@ def _abandon(
 
 def _by_node(node: Node, key: str, volume_id: str, *, reason: str, timeout_s: float) -> bool:
     """Ask the running `kvtier node`, which guards what nobody else does; whether it did it in time."""
+    from kvtier_api.errors import Busy
     from kvtier_node.ledger import ABANDON
 
     request = node.ledger.add_request(key, ABANDON, reason, argument=volume_id)
@@ -243,6 +244,9 @@ def _by_node(node: Node, key: str, volume_id: str, *, reason: str, timeout_s: fl
     while time.monotonic() < until:
         if node.ledger.get(volume_id).is_terminal:
             return True
+        closed = next(item for item in node.ledger.requests() if item.id == request.id)
+        if closed.state == "Failed":
+            raise Busy(str(closed.result), obj=volume_id, remedy="erase it, or end what uses it first")
         time.sleep(_POLL_S)
     if not node.ledger.get(volume_id).is_terminal:
         node.ledger.close_request(request.id, "not done in time; withdrawn", done=False)

@@ -14,6 +14,7 @@ import typer
 
 from kvtier_api.errors import KvtierError
 from kvtier_cli import demo, erase, node, receipts, run, status
+from kvtier_cli.output import complain
 
 __all__ = ["app", "main"]
 
@@ -65,11 +66,37 @@ def report(error: KvtierError) -> None:
         lines.append(f"  object: {error.obj}")
     if error.remedy:
         lines.append(f"  remedy: {error.remedy}")
-    sys.stderr.write("\n".join(line if line.isprintable() else ascii(line) for line in lines) + "\n")
+    complain("\n".join(line if line.isprintable() else ascii(line) for line in lines) + "\n")
 
 
 def main() -> None:
     """The entry point: every way out is an exit code of README, "Exit codes"."""
+    _open_missing_streams()
+    try:
+        _main()
+    finally:
+        _let_go_of_stderr()
+
+
+def _open_missing_streams() -> None:
+    """A descriptor from 0 to 2 that is closed would be given to the next file that is opened: a ledger, say."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115  for as long as the process lives
+
+
+def _let_go_of_stderr() -> None:
+    """What stderr did not take would change the exit code, when the interpreter ends and tries again."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _main() -> None:
     try:
         code = app(standalone_mode=False)
     except KvtierError as error:
@@ -78,7 +105,7 @@ def main() -> None:
         report(error)
         sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
-        sys.stderr.write("interrupted\n")
+        complain("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         # The reader of a pipe went: nothing to say, and nobody to say it to.
@@ -89,9 +116,7 @@ def main() -> None:
     except Exception as error:
         if _debugging():
             raise
-        sys.stderr.write(
-            f"error: a defect of kvtier: {type(error).__name__}: {error}\n  remedy: kvtier --debug shows where\n"
-        )
+        complain(f"error: a defect of kvtier: {type(error).__name__}: {error}\n  remedy: kvtier --debug shows where\n")
         sys.exit(EXIT_DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -105,7 +130,7 @@ def _show_usage_error(error: Exception) -> None:
     if show is not None:
         show()
     else:
-        sys.stderr.write(f"error: {error}\n")
+        complain(f"error: {error}\n")
     sys.exit(getattr(error, "exit_code", 2))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier_cli.options import OutputFormat
 
-__all__ = ["note", "show", "size", "table"]
+__all__ = ["complain", "note", "show", "size", "table"]
 
 
 def show(data: Any, output: OutputFormat, people: Callable[[], None]) -> None:
@@ -42,8 +42,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 def note(text: str) -> None:
     """A line for a person beside the result, on stderr."""
-    sys.stderr.write(f"kvtier: {text if text.isprintable() else ascii(text)}\n")
-    sys.stderr.flush()
+    complain(f"kvtier: {text if text.isprintable() else ascii(text)}\n")
+
+
+def complain(text: str) -> None:
+    """Write to stderr. A full disk or a reader that went away must not end what guards a volume."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
 
 
 def size(count: int | None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 import time
@@ -79,6 +80,8 @@ class AgentOptions:
 
 def run_agent(options: AgentOptions, log: Log) -> None:
     """Run until SIGTERM or SIGINT. Raises Busy while another runs with this state directory, and what `open_node` raises."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each slot file of each volume
     with NodeLock.acquire(options.state_dir):
         observers = [log_of_transitions(log), *([options.pods.observe] if options.pods is not None else [])]
         node = open_node(options.state_dir, options.roots, name=options.node_name, observers=observers)

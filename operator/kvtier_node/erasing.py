@@ -63,7 +63,10 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
         node.identity,
     )
     live.row = node.ledger.get(row.volume_id)
-    node.places.forget(row.place)
+    try:
+        node.places.forget(row.place)
+    except (KvtierError, OSError) as error:  # it is erased and on record: there is nothing to try again
+        node.ledger.add_event("Warning", "ForeignData", row.place, f"the place of an erased volume: {error}")
     live.guardian.close(ended=True)
     return receipt
 

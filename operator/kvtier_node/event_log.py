@@ -17,6 +17,25 @@ from kvtier_node.ledger import Observer, Transition
 __all__ = ["Log", "configure", "log_of_transitions"]
 
 
+class _Lossy:
+    """A stream whose lines are lost where it takes none: a full disk or a dead log service must not end the guarding."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def write(self, text: str) -> int:
+        try:
+            return self._out.write(text)
+        except (OSError, ValueError):
+            return 0
+
+    def flush(self) -> None:
+        try:
+            self._out.flush()
+        except (OSError, ValueError):
+            pass
+
+
 def configure(stream: TextIO | None = None, *, as_json: bool | None = None) -> Log:
     """A logger that writes to `stream` (stderr). `as_json` None: JSON unless it is a terminal."""
     out = stream or sys.stderr
@@ -33,7 +52,7 @@ def configure(stream: TextIO | None = None, *, as_json: bool | None = None) -> L
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(file=out),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Lossy(out))),
         cache_logger_on_first_use=True,
     )
     return cast(Log, structlog.get_logger())

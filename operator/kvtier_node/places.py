@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
-from kvtier_api.errors import ForeignData, KvtierError, NotFound, VerificationFailed
+from kvtier_api.errors import ForeignData, KvtierError, NotFound, UnsafePath, VerificationFailed
 from kvtier_node.identity import NodeIdentity
+from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import AllowedRoots, Directory
 from kvtier_node.receipts import PLACE_NAME, PlaceRecord, read_place, sign_place
 
@@ -25,6 +27,7 @@ IMAGE_NAME: Final = "volume.img"
 _LIMIT_BYTES: Final = 256 * 1024
 _DEPTH: Final = 6
 _FOREIGN_LISTED: Final = 5
+_VOLUME: Final = re.compile("kvv-[0-9a-f]{20}")
 
 
 def _is_record(name: str) -> bool:
@@ -42,6 +45,10 @@ class Places:
 
     def tier_directory(self, path: str, *, create: bool) -> Directory:
         """The tier's directory, every step of the way checked. Raises NotPermitted, UnsafePath, OSError."""
+        if any(_VOLUME.fullmatch(name) for name in path.split("/")):
+            raise UnsafePath(
+                "it is inside a volume, and would be erased with it", obj=shown(path), remedy="choose another path"
+            )
         return self._allowed.open_directory(path, create=create)
 
     def file_system_of(self, path: str) -> int | None:

@@ -1,8 +1,8 @@
 """What a consumer leaves in /dev/shm: vLLM's `vllm_offload_*` regions, plaintext of all ranks, which a crashed engine leaves.
 
-A file is a consumer's because the kernel showed it open or mapped in the consumer's own process tree while that lived: device
-and inode are then put on record. After the consumer's end it is overwritten and unlinked, if nobody else has it open.
-Never by name or age alone: a file that was not seen in the tree is somebody's, and stays.
+A file is a consumer's because the kernel showed it open or mapped in the consumer's own process tree while that lived, in a
+process of the file's owner (an O_PATH open needs no right to it): device and inode are then put on record. After the consumer's
+end it is overwritten and unlinked, if nobody else has it open. Never by name or age alone: what was not seen so is somebody's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -94,27 +94,31 @@ class SharedMemoryWatch:
         self._candidates, self._scanned_at = set(candidates), now
         new = False
         for process in self._tree:
+            user = _user(process[0])
             for key in _open_or_mapped(process[0], candidates):
+                name, owner = candidates[key]
                 known = self.files.get(key)
+                if known is None and owner != user:
+                    continue  # what the process could not remove itself is not removed for it
                 users = known.users if known else ()
                 if process not in users:
-                    self.files[key] = SharedFile(candidates[key], *key, (*users, process))
+                    self.files[key] = SharedFile(name, *key, (*users, process))
                     new = True
         return new
 
     def _remember_tree(self, pid: int) -> None:
         """Add what the tree has become; a member whose parent ended stays one. Those that ended, and reused pids, go."""
         members = {process for process in self._tree if _lives(process)}
-        for seed in {pid} | {process[0] for process in members}:
-            for member in _descendants(seed):
-                try:
-                    members.add((member, start_time(member)))
-                except NotFound:
-                    continue
+        for member in _descendants({pid} | {process[0] for process in members}):
+            try:
+                members.add((member, start_time(member)))
+            except NotFound:
+                continue
         self._tree = members
 
 
-def _candidates() -> dict[tuple[int, int], str]:
+def _candidates() -> dict[tuple[int, int], tuple[str, int]]:
+    """The regions there are now: name and owner by device and inode."""
     found = {}
     try:
         with os.scandir(DIRECTORY) as entries:
@@ -125,7 +129,7 @@ def _candidates() -> dict[tuple[int, int], str]:
                     except FileNotFoundError:
                         continue
                     if stat.S_ISREG(info.st_mode):
-                        found[(info.st_dev, info.st_ino)] = entry.name
+                        found[(info.st_dev, info.st_ino)] = (entry.name, info.st_uid)
     except FileNotFoundError:
         pass  # a host without /dev/shm
     return found
@@ -139,24 +143,40 @@ def _lives(process: Process) -> bool:
         return False
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    """`pid` and everything that it and its children started (proc(5), /proc/PID/task/TID/children)."""
-    yield pid
+def _user(pid: int) -> int | None:
+    """The uid of a process, where it has but one: a setuid program holds what another user opened. None: it ended."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("Uid:"):
+                    uids = set(line.split()[1:])
+                    return int(uids.pop()) if len(uids) == 1 else None
     except _GONE:
-        return
-    for thread in threads:
+        pass
+    return None
+
+
+def _descendants(pids: set[int]) -> set[int]:
+    """`pids` and everything that they and their children started (proc(5), /proc/PID/task/TID/children), each looked at once."""
+    found, left = set(pids), list(pids)
+    while left:
+        pid = left.pop()
         try:
-            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                children = [int(child) for child in file.read().split()]
+            threads = os.listdir(f"/proc/{pid}/task")
         except _GONE:
             continue
-        for child in children:
-            yield from _descendants(child)
+        for thread in threads:
+            try:
+                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                    children = {int(child) for child in file.read().split()} - found
+            except _GONE:
+                continue
+            found |= children
+            left += children
+    return found
 
 
-def _open_or_mapped(pid: int, wanted: dict[tuple[int, int], str]) -> set[tuple[int, int]]:
+def _open_or_mapped(pid: int, wanted: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
     """Which of the `wanted` files the process has open or mapped. By device and inode, whatever path it sees."""
     found = set()
     try:
@@ -184,7 +204,7 @@ def in_use(files: Sequence[SharedFile]) -> str:
     for file in files:
         alive = [pid for pid, started in file.users if _lives((pid, started))]
         if alive and any(
-            (file.device, file.inode) in _open_or_mapped(pid, {(file.device, file.inode): ""}) for pid in alive
+            (file.device, file.inode) in _open_or_mapped(pid, {(file.device, file.inode)}) for pid in alive
         ):
             return f"process {alive[0]} of the consumer has {DIRECTORY}/{file.name} open"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ __all__ = ["SlotWatch", "create", "enter", "open_consumer_file", "slot_names", "
 _DEEPEST: Final = 32
 _MOST_HELD: Final = 1280
 """Descriptors that one watch keeps: those of 1024 ranks, and some of what a consumer made beside them."""
+_held_by_all: Final[set[int]] = set()
+"""Descriptors that the watches of this process keep. Beyond half of what it may have, files are looked at one by one."""
 _LIMIT_S: Final = 60.0
 _SLOWEST_BYTES_PER_S: Final = 20 << 20
 _BELOW: Final = c.RESOLVE_BENEATH | c.RESOLVE_NO_SYMLINKS | c.RESOLVE_NO_MAGICLINKS | c.RESOLVE_NO_XDEV
@@ -175,7 +178,7 @@ class SlotWatch:
             info = self._directory.stat_if_there(name)
             if info is None or not stat.S_ISREG(info.st_mode) or (info.st_dev, info.st_ino) in self._held:
                 continue
-            if len(self._held) >= _MOST_HELD:
+            if len(self._held) >= _MOST_HELD or len(_held_by_all) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
                 break
             self._take(self._directory, name)
         erased = 0
@@ -184,8 +187,8 @@ class SlotWatch:
             if info.st_nlink == 0 and lease.sole_holder(fd):
                 if info.st_blocks:
                     self._let_go(fd)
-                os.close(fd)
                 del self._held[identity]
+                _release(fd)
                 erased += 1
         return erased
 
@@ -212,6 +215,7 @@ class SlotWatch:
             os.close(fd)
         else:
             self._held[(opened.st_dev, opened.st_ino)] = fd
+            _held_by_all.add(fd)
 
     def holders(self) -> int:
         """How many files somebody else has open or mapped; a fork that inherited one counts. 0: nobody."""
@@ -245,11 +249,16 @@ class SlotWatch:
     def close(self) -> None:
         """Let everything go: a descriptor of the agent's own must not keep a key or a mount alive."""
         for fd in self._held.values():
-            os.close(fd)
+            _release(fd)
         self._held.clear()
         if self._directory is not None:
             self._directory.close()
             self._directory = None
+
+
+def _release(fd: int) -> None:
+    _held_by_all.discard(fd)
+    os.close(fd)
 
 
 def _open_to_look(directory: Directory, name: str) -> int | None:

@@ -21,6 +21,7 @@ from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import ABANDON, ArrowRefused, EraseRequest
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
+from kvtier_node.recovery import evidence
 from kvtier_node.threads import Threads
 
 __all__ = ["VolumeWatch"]
@@ -89,6 +90,10 @@ class VolumeWatch:
         live = self.live
         for request in self._requests():
             if request.scope == ABANDON and request.argument == live.volume_id:
+                if (used := evidence(live)).alive:
+                    _close(self._node, request, f"the volume is in use: {used.reason}", done=False)
+                    self._log.warning("not-abandoned", reason=used.reason)
+                    continue
                 abandon(self._node, live, request.reason)
                 _close(self._node, request)
                 self._log.warning("abandoned", reason=request.reason)
@@ -142,9 +147,11 @@ class VolumeWatch:
         return min(max(_FIRST_RETRY_S, failing_s / 4), _RETRY_IN_TIME_S if failing_s < deadline_s else _RETRY_LATE_S)
 
 
-def _close(node: Node, request: EraseRequest) -> None:
+def _close(
+    node: Node, request: EraseRequest, result: str = "abandoned; nothing is claimed", *, done: bool = True
+) -> None:
     try:
-        node.ledger.close_request(request.id, "abandoned; nothing is claimed")
+        node.ledger.close_request(request.id, result, done=done)
     except ArrowRefused:
         pass  # closed by another already
 

@@ -120,8 +120,10 @@ class HostAttested:
         return self._attest(place)
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
+        fenced = plain.fence(place, request)
+        plain.refuse_open(place, request)
         return [
-            plain.fence(place, request),
+            fenced,
             Step("key-removed", None, "the key is the host's, not kvtier's: it stays"),
             plain.overwrite_slots(place, request),
         ]

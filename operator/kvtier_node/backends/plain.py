@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtier_api.errors import KernelError, UnsafePath
+from kvtier_api.errors import EraseIncomplete, KernelError, UnsafePath
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
-from kvtier_node.kernel import bounded, constants, files, libc
+from kvtier_node.kernel import bounded, constants, files, lease, libc
 from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
@@ -36,6 +36,7 @@ __all__ = [
     "overwrite_slots",
     "probe_files",
     "read_back_slots",
+    "refuse_open",
     "remove_directories",
 ]
 
@@ -154,6 +155,24 @@ def fence(place: Directory, request: VolumeRequest) -> Step:
     return Step("fence", True, "the slot directory is closed to its consumer")
 
 
+def refuse_open(place: Directory, request: VolumeRequest) -> None:
+    """Behind the fence nobody opens a file any more; raise EraseIncomplete while another process still has one open.
+
+    It could go on writing into what was overwritten, and be seen by no look before: too deep in the tree, or where the
+    guardian had no descriptors to look with.
+    """
+
+    def visit(path: str, fd: int) -> None:
+        if not lease.sole_holder(fd):
+            raise EraseIncomplete(
+                "another process has it open or mapped, and could go on writing",
+                obj=shown(path),
+                remedy="end the processes that hold it (lsof +D, or fuser); kvtier tries again by itself",
+            )
+
+    each_file(place, request, visit)
+
+
 def _open_up(top: Directory, directory: Directory, request: VolumeRequest, moved: int, depth: int = 0) -> int:
     """Make everything below writable by us; move what is too deep up to `top`. How many directories were moved so far."""
     for name in directory.names():
@@ -173,6 +192,8 @@ def _open_up(top: Directory, directory: Directory, request: VolumeRequest, moved
             fd = _unprotect(directory, name, os.O_RDONLY | os.O_DIRECTORY, 0o700, keep=True)
             if fd is not None:
                 with Directory(fd, f"{directory.path}/{name}") as below:
+                    below.chown(os.geteuid(), os.getegid())  # or who stands in it goes on making files
+                    below.chmod(0o700)
                     moved = _open_up(top, below, request, moved, depth + 1)
     return moved
 

@@ -53,8 +53,10 @@ class SealOnly:
         return Measurement(True, f"every used block that was sampled is ciphertext: {result.sentence()}", facts)
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
+        fenced = plain.fence(place, request)
+        plain.refuse_open(place, request)
         return [
-            plain.fence(place, request),
+            fenced,
             Step("process-death", True, "the data keys were only in the memory of the consumer, which has ended"),
         ]
 

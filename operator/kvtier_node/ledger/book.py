@@ -352,8 +352,15 @@ class Ledger:
         request = EraseRequest(
             f"kvq-{secrets.token_hex(10)}", tier, scope, argument, reason, "Open", utc_now(), None, None, trigger.value
         )
-        self._database.write(lambda connection: records.insert_request(connection, request), essential=True)
-        return request
+
+        def change(connection: sqlite3.Connection) -> EraseRequest:
+            # A clock that was set back must not put a volume that is there out of the request's scope.
+            made = max((row.created_at for row in records.list_volumes(connection, None, None)), default="")
+            later = dataclasses.replace(request, created_at=max(request.created_at, made))
+            records.insert_request(connection, later)
+            return later
+
+        return self._database.write(change, essential=True)
 
     def open_requests(self) -> list[EraseRequest]:
         return self._database.read(lambda connection: records.list_requests(connection, only_open=True))
