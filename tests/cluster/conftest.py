@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from api_client import Api
 from controlplane import TOOLS, ControlPlane, install_crds, need_tools
 from installed import Installed
+
 from node import Node, need_node
 
 
@@ -51,3 +52,4 @@ def installed() -> Iterator[Installed]:
         found = Installed(node)
         found.install()
         yield found
+        found.settle()

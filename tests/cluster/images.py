@@ -1,8 +1,8 @@
 """Images for a test node, without a registry, a container engine or a network: one docker-archive made of this machine's files.
 
-Three layers: the interpreter, the third-party packages that kvtier declares and the tools that it runs; kvtier itself; the tests' workloads.
-Each is made once for its content and kept in the cache folder. `KVTIER_IMAGES=FILE` names an archive of the same image names that
-was built otherwise, such as from the Dockerfile.
+Three layers: the interpreter, the packages that kvtier declares and the tools that it runs; kvtier itself; the tests' workloads.
+Each is made once for its content and kept in the cache folder. `KVTIER_IMAGES=FILE` names an archive of the same image names
+that was built otherwise, such as from the Dockerfile.
 """
 
 from __future__ import annotations

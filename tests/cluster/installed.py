@@ -1,4 +1,4 @@
-"""kvtier on a real node, installed by Helm, and what a test does with it: a tier, a pod that uses it, and what is left of both."""
+"""kvtier on a real node, installed by Helm, and what a test does with it: a tier, a pod of it, and what is left of both."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from typing import Any
 import images
 from api_client import Api, Json, Refused, tier
 from controlplane import binary, wait_until
-from node import Node
 from raw_bytes import hits_in_file, hits_in_folder
+
+from node import Node
 
 sys.path.insert(0, str(images.WORKLOADS))
 
-from canaries import KINDS, canary  # noqa: E402
+from canaries import KINDS, canary
 
-__all__ = ["ERASURES", "NAMESPACE", "RELEASE", "TIERS", "VOLUMES", "Installed", "Use"]
+__all__ = ["ERASURES", "EVENTS", "NAMESPACE", "RELEASE", "TIERS", "VOLUMES", "Installed", "Use"]
 
 RELEASE, NAMESPACE = "kvtier", "kvtier-system"
 CHART = Path(__file__).resolve().parents[2] / "charts" / "kvtier"
 TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
+EVENTS = frozenset({"StoreCreated", "StoreInUse", "Erased"})
 _AGENT = "app.kubernetes.io/component=node"
 _VALUES = {
     "image.registry": images.REGISTRY,
@@ -43,6 +45,7 @@ class Installed:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self._ending: set[str] = set()
 
     def helm(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [str(binary("helm")), "--kubeconfig", str(self.node.plane.admin), "-n", NAMESPACE, *arguments]
@@ -129,7 +132,7 @@ class Installed:
 
     @contextlib.contextmanager
     def use(self, **options: Any) -> Iterator[Use]:
-        """A namespace with a tier and a pod; all of it gone, and erased, at the end."""
+        """A namespace with a tier and a pod, deleted in the end; `settle` sees it go."""
         namespace = f"t-{secrets.token_hex(4)}"
         with self.node.plane.http() as client:
             api = Api(client, namespace)
@@ -139,6 +142,17 @@ class Installed:
                 yield use
             finally:
                 use.end()
+                self._ending.add(namespace)
+
+    def settle(self) -> None:
+        """Wait until every namespace of an earlier use is gone, with all that was in it."""
+        with self.node.plane.http() as client:
+            api = Api(client, "default")
+            for namespace in sorted(self._ending):
+                wait_until(
+                    f"namespace {namespace} is gone", lambda name=namespace: api.find("namespaces", name) is None
+                )  # type: ignore[misc]
+                self._ending.discard(namespace)
 
 
 @dataclass
@@ -297,10 +311,10 @@ class Use:
 
     # -- its end
 
-    def expect_erased(self, *triggers: str) -> Json:
+    def expect_erased(self, *triggers: str, told: frozenset[str] = EVENTS) -> Json:
         """Every claim of an erasure: a complete record, a receipt that the node's chain holds, nothing left and nothing found.
 
-        While the tier is there: its volume is `Erased`, and `Scrubbed` is True.
+        While the tier is there: its volume is `Erased`, and `Scrubbed` is True. `told` are the events that somebody can see.
         """
         self.wait("the record of the erasure", lambda: self.record() is not None, limit_s=90)
         if self.api.find(TIERS, "chat") is not None:
@@ -314,7 +328,7 @@ class Use:
         assert record["spec"]["trigger"] in triggers, record["spec"]
         receipt = self.receipts()[result["receiptId"]]
         assert receipt["volume_id"] == self.volume
-        self.wait("the events say it", lambda: {"StoreCreated", "StoreInUse", "Erased"} <= self.reasons(), limit_s=30)
+        self.wait("the events say it", lambda: told <= self.reasons(), limit_s=30)
         assert {kind: count for kind, count in self.hits().items() if kind != "control"} == {"prompt": 0, "plain": 0}
         assert not self.place.exists()
         return record
@@ -327,7 +341,7 @@ class Use:
         return next((it for it in found if (it.get("status") or {}).get("state") == "Complete"), None)
 
     def receipts(self) -> dict[str, Json]:
-        """By id, once the whole chain was verified by kvtier's own command, on a copy of the node's state."""
+        """By id, once the whole chain was verified by kvtier's own command."""
         state = self.node.base / "lib" / "kvtier" / "state"
         command = [sys.executable, "-m", "kvtier_cli.main", "receipts"]
         where = ["--state-dir", str(state), "-o", "json"]
@@ -338,16 +352,11 @@ class Use:
         return {receipt["id"]: receipt for receipt in json.loads(listed)}
 
     def end(self) -> None:
-        """Delete what is left, and see it go."""
         for fd in self._images:
             os.close(fd)
         self._images.clear()
         with contextlib.suppress(Refused):  # gone already
             self.api.delete("namespaces", self.api.namespace)
-        wait_until(f"namespace {self.api.namespace} is gone", self._is_gone, limit_s=60)
-
-    def _is_gone(self) -> bool:
-        return self.api.find("namespaces", self.api.namespace) is None
 
     def wait(self, what: str, holds: Callable[[], bool], *, limit_s: float = 60) -> None:
         try:

@@ -1,8 +1,8 @@
 """A whole node on loopback with fresh data: a control plane, containerd and kubelet, as on a machine of its own.
 
-The node's processes live in namespaces of their own (`node_namespaces`), with the usual paths of a node, all of them folders of one
-directory on the disk. They are ended by pid; when the namespaces' first process ends, all others do, and every mount, network
-interface and pod goes with it. What the kernel keeps beyond (cgroups, sysctls, loop devices) is taken back, and checked.
+The node's processes live in namespaces of their own (`node_namespaces`), with the usual paths of a node, all of them folders of
+one directory on the disk. They are ended by pid; when the namespaces' first process ends, all others do, and every mount,
+network interface and pod goes with it. What the kernel keeps beyond (cgroups, sysctls, loop devices) is taken back, and checked.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class Node:
             stack.callback(shutil.rmtree, self.base, ignore_errors=True)
             stack.callback(self._restore_sysctls)
             stack.callback(self._detach_loops)
-            stack.callback(self._remove_cgroups)
             stack.callback(self._stop_plane)
             stack.callback(self.crash)
 
@@ -149,6 +148,7 @@ class Node:
             ports.wait()
         self.pids.clear()
         shutil.rmtree(self.base / "run", ignore_errors=True)
+        self._remove_cgroups()
 
     # -- the namespaces and what runs in them
 
@@ -462,7 +462,13 @@ _CONTAINERD = """\
 version = 3
 root = "/var/lib/containerd"
 state = "/run/containerd"
-disabled_plugins = ["io.containerd.snapshotter.v1.btrfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.erofs", "io.containerd.nri.v1.nri"]
+disabled_plugins = [
+  "io.containerd.snapshotter.v1.btrfs",
+  "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.zfs",
+  "io.containerd.snapshotter.v1.erofs",
+  "io.containerd.nri.v1.nri",
+]
 [grpc]
   address = "/run/containerd/containerd.sock"
 [plugins."io.containerd.cri.v1.runtime"]

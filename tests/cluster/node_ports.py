@@ -1,7 +1,8 @@
 """TCP between a test node's network namespace and the one outside: `python node_ports.py NETNS RULE...`.
 
-A RULE is `out:ADDRESS:PORT=ADDRESS:PORT` (the node connects to the first, and reaches the second outside) or `in:...` (the other
-way round). A socket belongs to the namespace in which it was made, so one process can have both ends. Ready when it closes stdout.
+A RULE is `out:ADDRESS:PORT=ADDRESS:PORT` (the node connects to the first, and reaches the second outside) or `in:...` (the
+other way round). A socket belongs to the namespace in which it was made, so one process has both ends. Ready when it closes
+stdout.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import sys
@@ -88,14 +90,7 @@ async def _serve(namespace: int, rules: list[str]) -> None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(_address(listen))
 
-        async def accepted(
-            reader: asyncio.StreamReader,
-            writer: asyncio.StreamWriter,
-            address: Address = _address(connect),
-            where: int | None = there,
-        ) -> None:
-            await _forward(reader, writer, address, where)
-
+        accepted = functools.partial(_forward, address=_address(connect), namespace=there)
         servers.append(await asyncio.start_server(accepted, sock=bound))
     os.close(1)  # sys.stdout would leave it open
     await asyncio.gather(*(server.serve_forever() for server in servers))

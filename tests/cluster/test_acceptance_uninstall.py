@@ -1,4 +1,4 @@
-"""`helm uninstall` on a real node: with a tier in use it waits, says for what, and takes nothing away; then it leaves nothing un-erased."""
+"""`helm uninstall` on a real node: with a tier in use it waits, says for what, and takes nothing away; then it goes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 @pytest.fixture
 def use(installed: Installed) -> Iterator[Use]:
     """kvtier is there before and after."""
+    installed.settle()
     with installed.use() as use:
         use.declare()
         use.start()

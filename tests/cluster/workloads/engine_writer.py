@@ -55,7 +55,11 @@ def main() -> None:
     if os.environ.get("PLAIN"):
         write_and_sync(SLOTS / "plain.bin", filled(canary(seed, "plain"), 1 << 18))
     os.sync()
-    say(written=all(outcome is Outcome.STORED for outcome in stored) and right, uid=os.getuid(), volume=marker["volume_id"])
+    say(
+        written=all(outcome is Outcome.STORED for outcome in stored) and right,
+        uid=os.getuid(),
+        volume=marker["volume_id"],
+    )
     while True:
         time.sleep(3600)
 
