@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,9 @@ _SLOWEST_BYTES_PER_S: Final = 20 << 20
 _DEEPEST: Final = 16
 _MOST_MOVED: Final = 100_000
 _LISTED: Final = 5
+_LETS_GO_S: Final = 2.0
+"""A measurement of `kvtier node`, or a backup, has a file open for an instant."""
+_ASK_AGAIN_S: Final = 0.05
 _BELOW: Final = (
     constants.RESOLVE_BENEATH
     | constants.RESOLVE_NO_SYMLINKS
@@ -162,8 +166,13 @@ def refuse_open(place: Directory, request: VolumeRequest) -> None:
     guardian had no descriptors to look with.
     """
 
+    until = time.monotonic() + _LETS_GO_S
+
     def visit(path: str, fd: int) -> None:
-        if not lease.sole_holder(fd):
+        while not lease.sole_holder(fd):
+            if time.monotonic() < until:
+                time.sleep(_ASK_AGAIN_S)
+                continue
             raise EraseIncomplete(
                 "another process has it open or mapped, and could go on writing",
                 obj=shown(path),
