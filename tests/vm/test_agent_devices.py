@@ -23,38 +23,43 @@ def write(path, at, data):
         file.write(data)
 
 
-def refusals(node, disk, *attempts):
-    machine = node.boot("agent_refusals.py", disks=(disk,), attempts=list(attempts))
+def refusals(node, disks, *attempts):
+    machine = node.boot("agent_refusals.py", disks=tuple(disks), attempts=list(attempts))
     machine.wait_for("tried", 60)
     machine.wait_off()
     return [event.fields for event in machine.events if event.tag == "attempt"]
 
 
-@pytest.mark.parametrize(
-    ("what", "at"),
-    [
-        ("a btrfs superblock", 64 * 1024),
-        ("an mdraid 1.2 superblock", 4096),
-        ("a backup of a partition table", SIZE_MIB * MIB - 512),
-        ("an mdraid 0.90 superblock", SIZE_MIB * MIB - 64 * 1024),
-    ],
-    ids=lambda value: str(value).replace(" ", "-"),
-)
-def test_a_device_with_one_block_of_anybodys_at_either_end_is_refused_and_untouched(new_node, make_disk, what, at):
-    disk = make_disk(SIZE_MIB, "device.img")
-    write(disk, at, b"_BHRfS_M" + bytes(100))
-    before = digest(disk)
-    node = new_node()
-    found = refusals(node, disk, *({"backend": backend, "device": "/dev/ubdc"} for backend in ("DmCrypt", "Auto")))
-    assert [attempt["error"] for attempt in found] == ["ForeignData", "ForeignData"], (what, found)
-    assert "/dev/ubdc" in found[0]["text"]
-    assert digest(disk) == before
+SIGNS = {
+    "a btrfs superblock": 64 * 1024,
+    "an mdraid 1.2 superblock": 4096,
+    "a backup of a partition table": SIZE_MIB * MIB - 512,
+    "an mdraid 0.90 superblock": SIZE_MIB * MIB - 64 * 1024,
+}
+
+
+def test_a_device_with_one_block_of_anybodys_at_either_end_is_refused_and_untouched(new_node, make_disk):
+    disks = [make_disk(SIZE_MIB, f"device-{at}.img") for at in SIGNS.values()]
+    for disk, at in zip(disks, SIGNS.values(), strict=True):
+        write(disk, at, b"_BHRfS_M" + bytes(100))
+    before = [digest(disk) for disk in disks]
+    attempts = [
+        {"backend": backend, "device": f"/dev/ubd{letter}", "name": f"{what}, {backend}"}
+        for letter, what in zip("cdef", SIGNS, strict=True)
+        for backend in ("DmCrypt", "Auto")
+    ]
+    found = refusals(new_node(), disks, *attempts)
+    assert {attempt["name"]: attempt["error"] for attempt in found} == {
+        attempt["name"]: "ForeignData" for attempt in attempts
+    }
+    assert [attempt["device"] in result["text"] for attempt, result in zip(attempts, found, strict=True)] == [True] * 8
+    assert [digest(disk) for disk in disks] == before
 
 
 def test_a_device_that_is_too_small_is_refused_with_both_numbers_and_untouched(new_node, make_disk):
     disk = make_disk(8, "device.img")
     before = digest(disk)
-    (found,) = refusals(new_node(), disk, {"backend": "DmCrypt", "device": "/dev/ubdc"})
+    (found,) = refusals(new_node(), [disk], {"backend": "DmCrypt", "device": "/dev/ubdc"})
     assert found["error"] == "InsufficientSpace"
     assert str(8 * MIB) in found["text"] and str(35 * MIB) in found["text"]
     assert digest(disk) == before
@@ -98,7 +103,7 @@ def test_a_device_that_nothing_but_its_name_identifies_is_left_alone_after_a_pow
     assert ok is None and "can't be told" in detail
     node.cut(machine)
     assert digest(disk) == before
-    (found,) = refusals(node, disk, {"backend": "DmCrypt", "device": "/dev/ubdc"})
+    (found,) = refusals(node, [disk], {"backend": "DmCrypt", "device": "/dev/ubdc"})
     assert found["error"] == "ForeignData"
     assert digest(disk) == before
 

@@ -16,7 +16,7 @@ from requirements import need_tool
 pytestmark = [pytest.mark.vm, pytest.mark.slow]
 
 SEED = int(os.environ.get("KVTIER_CUT_SEED", "20260401"))
-KILLS = int(os.environ.get("KVTIER_KILLS", "64" if os.environ.get("KVTIER_EXHAUSTIVE") else "16"))
+KILLS = int(os.environ.get("KVTIER_KILLS", "64" if os.environ.get("KVTIER_EXHAUSTIVE") else "8"))
 KILLS_EACH = 8
 SHARDS = 2
 LIFE_ARROWS = 7
