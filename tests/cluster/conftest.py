@@ -43,9 +43,17 @@ def api(plane: ControlPlane) -> Iterator[Api]:
         yield api
 
 
+@pytest.fixture
+def installed(installation: Installed) -> Installed:
+    """A whole node with kvtier on it, installed by Helm from its chart."""
+    if installation.agent_pod() is None:
+        installation.install()
+    return installation
+
+
 @pytest.fixture(scope="session")
-def installed() -> Iterator[Installed]:
-    """A whole node with kvtier on it, installed by Helm from its chart. For all acceptance tests of the session."""
+def installation() -> Iterator[Installed]:
+    """The same node for all tests of the session. One of them may leave it without kvtier."""
     need_node()
     need_tools("helm")
     with Node() as node:

@@ -51,6 +51,8 @@ _SKIPPED = frozenset(
 )
 _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"usr/local/lib/{_VERSION}/site-packages"
+_KEPT = 4
+"""Layers of one name that stay in the cache."""
 _FORMAT = "3"
 """Changes when this module makes something else of the same files."""
 
@@ -252,6 +254,8 @@ def _layer(name: str, entries: list[Entry], *, by_content: bool, cache: Path) ->
         partial = path.with_suffix(f".{os.getpid()}")
         _write_layer(entries, partial)
         partial.rename(path)
+        for old in sorted(cache.glob(f"{name}-*.tar"), key=lambda it: it.stat().st_mtime)[:-_KEPT]:
+            old.unlink(missing_ok=True)
     return path
 
 

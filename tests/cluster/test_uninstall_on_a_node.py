@@ -12,14 +12,11 @@ pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 @pytest.fixture
 def use(installed: Installed) -> Iterator[Use]:
-    """kvtier is there before and after."""
     installed.settle()
     with installed.use() as use:
         use.declare()
         use.start()
         yield use
-        if installed.agent_pod() is None:
-            installed.install()
 
 
 def test_uninstall_waits_for_a_tier_in_use_and_leaves_nothing_unerased(use: Use, installed: Installed) -> None:
