@@ -88,7 +88,8 @@ def node(
     options = AgentOptions(
         state_dir=absolute(state_dir),
         roots=root_paths(root),
-        manifests=absolute(manifests),
+        # A cluster's node has its tiers from the API: the default directory is for hosts without one.
+        manifests="" if csi and manifests == DEFAULT_MANIFESTS and not manifests.is_dir() else absolute(manifests),
         listen=parse_listen(listen),
         node_name=node_name,
         pods=_pod_service(absolute(kubelet_root), kubeconfig, lines) if csi else None,

@@ -44,10 +44,12 @@ class Manifests:
     tiers: dict[str, KVCacheTier] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     bad: list[BadManifest] = field(default_factory=list)
+    none: bool = False
+    """No directory is looked at: nothing is declared by a file, and nothing was removed."""
 
     @property
     def complete(self) -> bool:
-        return not self.bad
+        return not self.bad and not self.none
 
     def problem_of(self, key: str) -> str:
         """Why the manifest of a tier that is still in force is bad by now; empty if it is not."""
@@ -55,7 +57,10 @@ class Manifests:
 
 
 class ManifestDirectory:
-    """A directory of `*.yaml` and `*.yml`; hidden files are passed over, as by kubelet. Files are read again on change."""
+    """A directory of `*.yaml` and `*.yml`; hidden files are passed over, as by kubelet. Files are read again on change.
+
+    An empty path: there is none, as on a node whose tiers are all in the API.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,6 +70,8 @@ class ManifestDirectory:
 
     def scan(self) -> Manifests:
         """Look at every file; read those whose mtime, size or inode changed. Never raises for what is in the directory."""
+        if not self.path:
+            return Manifests(none=True)
         try:
             names = sorted(name for name in os.listdir(self.path) if _is_manifest(name))
         except OSError as error:

@@ -255,6 +255,10 @@ def test_a_volume_at_rest_costs_no_writes(kubelet: ClusterKubelet, plane: Contro
     before = len(plane.writes(AGENT))
     time.sleep(8)
     assert plane.writes(AGENT)[before:] == []
+    assert kubelet.process is not None
+    status = Path(f"/proc/{kubelet.process.pid}/status").read_text()
+    (peak_kib,) = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
+    assert peak_kib < 100 * 1024, "the agent's memory, with its CSI service and its connection to the API server"
 
 
 def test_a_volume_that_the_api_server_does_not_take_is_never_shown(
