@@ -34,7 +34,9 @@ class Marker(BaseModel):
     tier_uid: str
     tier_namespace: str
     tier_name: str
-    nonce: str = Field(pattern=r"^[0-9a-f]{32}$", description="random per volume; also given to the consumer in KVTIER_NONCE")
+    nonce: str = Field(
+        pattern=r"^[0-9a-f]{32}$", description="random per volume; also given to the consumer in KVTIER_NONCE"
+    )
     ranks: int = Field(ge=1)
     slot_files: list[str] = Field(description="names in the directory `slots`, by rank")
     slot_size_bytes: int = Field(ge=4096)
