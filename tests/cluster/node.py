@@ -2,7 +2,7 @@
 
 The node's processes live in namespaces of their own (`node_namespaces`), with the usual paths of a node, all of them folders of
 one directory on the disk. They are ended by pid; when the namespaces' first process ends, all others do, and every mount,
-network interface and pod goes with it. What the kernel keeps beyond (cgroups, sysctls, loop devices) is taken back, and checked.
+network interface and pod goes with it. What the kernel keeps beyond (cgroups, loop devices) is taken back, and checked.
 """
 
 from __future__ import annotations
@@ -38,14 +38,6 @@ _PODS = "10.244.0.0/24"
 _TOOLS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kubectl", "containerd")
 _CTR = ("containerd-shim-runc-v2", "ctr")
 _PLUGINS = "/usr/lib/cni"
-_SYSCTLS = (
-    "vm/overcommit_memory",
-    "kernel/panic",
-    "kernel/panic_on_oops",
-    "kernel/keys/root_maxkeys",
-    "kernel/keys/root_maxbytes",
-)
-"""What kubelet sets for the whole machine."""
 _HERE = Path(__file__).resolve().parent
 _DROPIN_CGROUPS = ("cpu", "cpuset", "memory", "pids", "io", "hugetlb")
 
@@ -69,7 +61,6 @@ class Node:
         self.plane = ControlPlane(self.base / "plane")
         self.cgroup = f"kvtier-test-{secrets.token_hex(4)}"
         self._kubelet_port, self._scheduler_port = free_ports(2)
-        self._sysctls = {name: Path(f"/proc/sys/{name}").read_text() for name in _SYSCTLS}
         self._spaces: subprocess.Popen[str] | None = None
         self._ports: subprocess.Popen[bytes] | None = None
         self._first = 0
@@ -102,7 +93,6 @@ class Node:
         """End everything, in the order in which it is safe; then take back what the kernel keeps. Fails if something is left."""
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self.base, ignore_errors=True)
-            stack.callback(self._restore_sysctls)
             stack.callback(self._detach_loops)
             stack.callback(self._stop_plane)
             stack.callback(self.crash)
@@ -430,10 +420,6 @@ class Node:
             return not left
 
         wait_until("the node's cgroups are gone", gone, limit_s=20)
-
-    def _restore_sysctls(self) -> None:
-        for name, value in self._sysctls.items():
-            Path(f"/proc/sys/{name}").write_text(value)
 
     def loops(self) -> list[str]:
         """Loop devices on files of this node."""

@@ -24,6 +24,14 @@ from pathlib import Path
 
 FOLDERS = {"run": "/run", "lib": "/var/lib", "log": "/var/log"}
 """Folders of BASE, and where the node has them."""
+SYSCTLS = (
+    "vm/overcommit_memory",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+)
+"""What kubelet would set for the whole machine: it sets files of BASE instead."""
 SERVICE_ADDRESS = "10.96.0.1"
 """The `kubernetes` Service, an address of the node's own loopback: no kube-proxy runs here."""
 
@@ -48,6 +56,11 @@ def _make_mounts(base: Path) -> None:
     """Nothing of the node's mounts is ever seen outside; inside, all are shared, as a node's are."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("proc", "/proc", "proc", 0)
+    for name in SYSCTLS:
+        copy = base / "sysctl" / name.replace("/", ".")
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(Path(f"/proc/sys/{name}").read_text())
+        _mount(str(copy), f"/proc/sys/{name}", None, _MS_BIND)
     for name, where in FOLDERS.items():
         (base / name).mkdir(mode=0o755, exist_ok=True)
         _mount(str(base / name), where, None, _MS_BIND)
