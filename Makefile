@@ -28,7 +28,8 @@ test: venv kernel lint
 # The operator, the CSI service and the chart against a real control plane and a real node. Not part of `make test` yet:
 # its tools take about 20 minutes to build on two cores, once.
 test-cluster: venv cluster-tools
-	$(PYTEST) -q tests/cluster tests/chart
+	tools/cluster_packages.sh
+	$(PYTEST) -q tests/cluster tests/chart tests/node/csi/test_sanity.py
 
 cluster-tools:
 	python3 tests/cluster/build_tools.py
