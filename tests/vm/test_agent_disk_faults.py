@@ -61,9 +61,9 @@ def test_at_every_barrier_the_ledger_opens_and_whatever_lies_there_is_on_record(
             recoveries += 1
             everything_is_erased(event, before)
     torn = sum(state["torn"] > 0 for state in states)
-    print(
-        f"shard {shard}: {len(states)} states of the disk, {torn} of them torn (seed {SEED}), {recoveries} recoveries"
-    )
+    count("barriers replayed (FLUSH, FUA)", len(states) - torn)
+    count(f"torn states replayed (seed {SEED})", torn)
+    count("recoveries on replayed states", recoveries)
     assert len(states) - torn > 40
     assert recoveries > 10
     assert {tuple(arrow[1] for arrow in state["arrows"]) for state in states} >= {LIFE[:3], LIFE}
