@@ -9,6 +9,7 @@ from typing import Any
 from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.guardian import Guardian
+from kvtier_node.kernel.files import FileIdentity
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.pods.containers import Between
@@ -78,14 +79,10 @@ def request_of(row: VolumeRow) -> VolumeRequest:
         gid=int(row.facts["gid"]),
         device=row.spec.get("device"),
         own_inodes=frozenset(row.facts.get("inodes", ())),
-        image=_pair(row.facts.get("image")),
+        image=FileIdentity.recorded(image) if (image := row.facts.get("image")) else None,
         device_taken=bool(row.facts.get("device_taken")),
         device_marks=frozenset(row.facts.get("device_marks", ())),
     )
-
-
-def _pair(found: list[int] | None) -> tuple[int, int] | None:
-    return (int(found[0]), int(found[1])) if found else None
 
 
 def ranges_of(row: VolumeRow) -> list[Range]:

@@ -200,6 +200,54 @@ def test_an_image_whose_name_is_gone_is_still_erased_and_given_back(host: Host) 
     host.assert_nothing_left(live)
 
 
+def test_another_image_that_has_the_number_of_one_that_is_gone_is_not_taken_for_it(host: Host) -> None:
+    """A crash came after the image was removed; another tier's image has its inode number, and a loop device."""
+    live, consumer = host.in_use(host.tier("Fscrypt"))
+    host.write_canary(consumer)
+    consumer.kill()
+    made = host.image(live).stat().st_ino
+    live.close_watch()
+    libc.umount2(f"{live.row.place}/mnt", 0)
+    for device in host.loops():
+        loop.detach(loop.LoopDevice(device, int(device[9:])))
+    os.unlink(host.image(live))
+    theirs = file_with_number(made, host.image(live).parent).rename(host.base / "another-volume.img")
+    fd = os.open(theirs, os.O_RDWR)
+    os.ftruncate(fd, MIB)
+    device = loop.attach(fd)
+    os.close(fd)
+    assert "no loop device has the image" in steps(host.erase(live))["key-removed"].detail
+    assert host.loops() == [device.path]
+    loop.detach(device)
+    host.assert_nothing_left(live)
+
+
+def test_an_image_that_was_renamed_on_its_loop_device_is_not_claimed_to_be_gone(host: Host) -> None:
+    live, consumer = host.in_use(host.tier("Fscrypt"))
+    host.write_canary(consumer)
+    consumer.kill()
+    elsewhere = host.image(live).rename(host.base / "elsewhere.img")
+    with pytest.raises(EraseIncomplete, match="may hold it under another name") as raised:
+        host.erase(live)
+    assert str(elsewhere) in str(raised.value)
+    assert host.node.ledger.receipts() == []
+    elsewhere.rename(host.image(live))
+    assert host.erase(live).technique is Technique.KEY_DESTROYED
+    host.assert_nothing_left(live)
+
+
+def file_with_number(inode: int, folder: Path) -> Path:
+    """A new file that the file system gave the number of one that is gone."""
+    made: list[Path] = []
+    while not made or made[-1].stat().st_ino != inode:
+        assert len(made) < 4096, f"inode {inode} was not given again"
+        made.append(folder / f"new-{len(made)}")
+        made[-1].touch()
+    for path in made[:-1]:
+        path.unlink()
+    return made[-1]
+
+
 def test_a_second_name_of_the_image_does_not_keep_the_key(host: Host) -> None:
     live, consumer = host.in_use(host.tier("Fscrypt"))
     key_id = live.row.key_id

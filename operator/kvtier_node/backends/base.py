@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtier_api.volume import BackendName
+from kvtier_node.kernel.files import FileIdentity
 from kvtier_node.paths import Directory
 from kvtier_node.receipts import Step, Technique
 from kvtier_node.sampling import Range
@@ -50,8 +51,8 @@ class VolumeRequest:
     device: str | None = None
     own_inodes: frozenset[int] = frozenset()
     """Inode numbers of the slot files that kvtier made: erased whatever other names they have by now."""
-    image: tuple[int, int] | None = None
-    """st_dev and st_ino of the backing image as it was made: its loop devices are known by it when its name is gone."""
+    image: FileIdentity | None = None
+    """The backing image as it was made: its loop devices are known by it when its name is gone."""
     device_taken: bool = False
     """`device` was found blank and is kvtier's from then on. Until then it is somebody's: not a byte of it is written."""
     device_marks: frozenset[str] = frozenset()

@@ -17,6 +17,7 @@ from kvtier_api.volume import BackendName
 from kvtier_node.backends import image, raw_device
 from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
 from kvtier_node.kernel import block_device, bounded, device_mapper, loop
+from kvtier_node.kernel.files import FileIdentity
 from kvtier_node.kernel.processes import start_time
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
@@ -120,7 +121,7 @@ class DmCrypt:
             fd = image.create_image(place, self.bytes_needed(request.slots_bytes))
             try:
                 serial = block_device.serial_of(os.fstat(fd).st_dev)
-                note(facts={"image": image.identity(fd), "device_serial": serial})
+                note(facts={"image": FileIdentity.of(fd).as_record(), "device_serial": serial})
                 backing = loop.attach(fd, direct_io=True).path
             finally:
                 os.close(fd)

@@ -19,6 +19,7 @@ from kvtier_api.volume import BackendName
 from kvtier_node.backends import image
 from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
 from kvtier_node.kernel import bounded, fscrypt, loop
+from kvtier_node.kernel.files import FileIdentity
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.receipts import Step, Technique
@@ -62,7 +63,7 @@ class Fscrypt:
     def create(self, place: Directory, request: VolumeRequest, note: Note) -> None:
         fd = image.create_image(place, self.bytes_needed(request.slots_bytes))
         try:
-            note(facts={"image": image.identity(fd)})
+            note(facts={"image": FileIdentity.of(fd).as_record()})
             device = loop.attach(fd, direct_io=True)
         finally:
             os.close(fd)

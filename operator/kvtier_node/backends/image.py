@@ -7,6 +7,7 @@ never by path. ext4 has no journal here: a journal would keep copies, and the fi
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
 from kvtier_node.backends.plain import overwrite_file
 from kvtier_node.kernel import bounded, constants, files, loop, mounts
+from kvtier_node.kernel.files import FileIdentity
 from kvtier_node.paths import Directory
 from kvtier_node.places import IMAGE_NAME, MOUNT_NAME
 from kvtier_node.receipts import Step
@@ -30,7 +32,6 @@ __all__ = [
     "detach_all",
     "devices_of",
     "discard_image",
-    "identity",
     "make_file_system",
     "mount_volume",
     "mounted_root",
@@ -77,7 +78,7 @@ def open_image(place: Directory, request: VolumeRequest, flags: int = os.O_RDWR)
         return None
     fd = place.open_file(IMAGE_NAME, flags)
     # Numbers of devices may change at a restart; the image was made on the place's own.
-    info, made_as = os.fstat(fd), request.image and request.image[1]
+    info, made_as = os.fstat(fd), request.image and request.image.inode
     if made_as in (None, info.st_ino) and info.st_dev == os.fstat(place.fd).st_dev:
         return fd
     os.close(fd)
@@ -86,12 +87,6 @@ def open_image(place: Directory, request: VolumeRequest, flags: int = os.O_RDWR)
         obj=f"{place.path}/{IMAGE_NAME}",
         remedy="look whose it is, and move it away; kvtier touches nothing of it",
     )
-
-
-def identity(image_fd: int) -> list[int]:
-    """What a volume's record keeps of its image: st_dev and st_ino."""
-    info = os.fstat(image_fd)
-    return [info.st_dev, info.st_ino]
 
 
 def attached(image_fd: int) -> list[loop.LoopDevice]:
@@ -117,16 +112,40 @@ def devices_of(place: Directory, request: VolumeRequest) -> list[loop.LoopDevice
             os.close(fd)
     if request.image is None:
         return []
-    found = loop.find_by_backing(*request.image)
     own = f"{place.path}/{IMAGE_NAME}"
-    strange = [device.path for device in found if loop.backing_path(device) not in (own, f"{own} (deleted)")]
-    if strange:
-        raise EraseIncomplete(
-            f"the image is gone, and {', '.join(strange)} may hold it under another name",
-            obj=own,
-            remedy=f"look what it is (losetup -l); detach it if it is this volume's (losetup -d {strange[0]})",
-        )
+    found = []
+    for device in loop.find_by_backing(request.image.device, request.image.inode):
+        backing = loop.backing_path(device)
+        if backing in (own, f"{own} (deleted)"):
+            found.append(device)
+        elif backing is not None and not _is_another_file(backing, request.image):
+            raise EraseIncomplete(
+                f"the image is gone, and {device.path} may hold it under another name: {backing}",
+                obj=own,
+                remedy=f"look what it is (losetup -l); detach it if it is this volume's (losetup -d {device.path})",
+            )
     return found
+
+
+def _is_another_file(path: str, made: FileIdentity) -> bool:
+    """Whether the file at `path` has the image's number by now, and is proven not to be the image itself."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False  # another namespace's path, or the file lost its name, too: nothing is proven
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode) or (info.st_dev, info.st_ino) != (made.device, made.inode):
+            return False  # that name leads elsewhere by now
+        readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    try:
+        return made.excludes(readable)
+    finally:
+        os.close(readable)
 
 
 def detach_all(devices: Sequence[loop.LoopDevice]) -> list[Step]:

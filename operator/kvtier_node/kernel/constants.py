@@ -72,6 +72,7 @@ FALLOC_FL_PUNCH_HOLE: Final = 0x02
 
 # linux/fs.h
 FS_IOC_GETFLAGS: Final = _ior("f", 1, 8)
+FS_IOC_GETVERSION: Final = _ior("v", 1, 8)
 FS_IOC_SETFLAGS: Final = _iow("f", 2, 8)
 FS_IOC_FIEMAP: Final = _iowr("f", 11, 32)
 FS_APPEND_FL: Final = 0x20

@@ -9,6 +9,8 @@ import ctypes
 import errno
 import os
 import resource
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +20,7 @@ from kvtier_node.kernel import libc, mounts
 
 __all__ = [
     "Extent",
+    "FileIdentity",
     "clear_protection",
     "drop_cached_pages",
     "extents",
@@ -163,6 +166,51 @@ def filesystem_type(fd: int) -> str:
         if entry.device == device:
             return entry.fs_type
     return "ext4" if magic == c.EXT_SUPER_MAGIC else hex(magic)
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Which file an inode number means: numbers are given to other files once a file is gone, generations are not.
+
+    `generation` (FS_IOC_GETVERSION) is None where the file system keeps none.
+    """
+
+    device: int
+    inode: int
+    generation: int | None = None
+
+    @classmethod
+    def of(cls, fd: int) -> FileIdentity:
+        info = os.fstat(fd)
+        return cls(info.st_dev, info.st_ino, _generation(fd))
+
+    @classmethod
+    def recorded(cls, record: Sequence[int | None]) -> FileIdentity:
+        """From `as_record`."""
+        device, inode, *generation = record
+        return cls(int(device or 0), int(inode or 0), generation[0] if generation else None)
+
+    def as_record(self) -> list[int | None]:
+        """For a JSON record: st_dev, st_ino, generation."""
+        return [self.device, self.inode, self.generation]
+
+    def excludes(self, fd: int) -> bool:
+        """Whether the open file is proven to be another one. False where the file system can't tell."""
+        other = FileIdentity.of(fd)
+        if (other.device, other.inode) != (self.device, self.inode):
+            return True
+        return None not in (self.generation, other.generation) and other.generation != self.generation
+
+
+def _generation(fd: int) -> int | None:
+    version = ctypes.create_string_buffer(8)
+    try:
+        libc.ioctl(fd, c.FS_IOC_GETVERSION, version)
+    except OSError as error:
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL):
+            return None
+        raise
+    return int.from_bytes(version.raw[:4], sys.byteorder)  # the kernel writes an int, whatever the request's size says
 
 
 def has_attribute(fd: int, attribute: int) -> bool:
