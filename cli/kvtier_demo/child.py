@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -50,7 +51,8 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()  # end of file: the consumer ends, and its guardian erases
+            with contextlib.suppress(BrokenPipeError):  # it ended before it read the prompt, which is still buffered
+                self._process.stdin.close()  # end of file: the consumer ends, and its guardian erases
         try:
             self._process.wait(_END_DEADLINE_S)
         except subprocess.TimeoutExpired:
