@@ -37,6 +37,9 @@ class Marker(BaseModel):
     nonce: str = Field(
         pattern=r"^[0-9a-f]{32}$", description="random per volume; also given to the consumer in KVTIER_NONCE"
     )
+    pod_uid: str | None = Field(
+        None, min_length=1, description="the pod that the volume is for; the pod itself knows it in KVTIER_POD_UID"
+    )
     ranks: int = Field(ge=1)
     slot_files: list[str] = Field(description="names in the directory `slots`, by rank")
     slot_size_bytes: int = Field(ge=4096)
@@ -63,13 +66,18 @@ def _read_regular(path: str) -> bytes:
         os.close(fd)
 
 
-def check_marker(path: str, *, nonce: str) -> Marker:
+def check_marker(path: str, *, nonce: str | None = None, pod_uid: str | None = None) -> Marker:
     """Read and check the marker at `path`; return it.
 
-    Checks: a small regular file; its format; the nonce that the consumer was started with; the directory `slots`
-    beside it on the same device; and, where the volume has its own device, that the device differs from the parent's.
+    Checks: a small regular file; its format; the nonce that the consumer was started with, or the uid of the pod that it
+    runs in (what is given is checked, and one of them must be); the directory `slots` beside it on the same device; and,
+    where the volume has its own device, that the device differs from the parent's.
     Raises VerificationFailed with what differs.
     """
+    if not nonce and not pod_uid:
+        raise VerificationFailed(
+            "neither a nonce nor a pod's uid is given: any volume would do", obj=path, remedy=_REMEDY
+        )
     try:
         marker = Marker.model_validate_json(_read_regular(path))
     except OSError as error:
@@ -78,8 +86,14 @@ def check_marker(path: str, *, nonce: str) -> Marker:
         raise VerificationFailed(
             f"not a marker of this version: {error.errors()[0]['msg']}", obj=path, remedy=_REMEDY
         ) from error
-    if marker.nonce != nonce:
+    if nonce and marker.nonce != nonce:
         raise VerificationFailed("the nonce is another volume's", obj=path, remedy=_REMEDY)
+    if pod_uid and marker.pod_uid != pod_uid:
+        raise VerificationFailed(
+            f"the volume is for {f'pod {marker.pod_uid}' if marker.pod_uid else 'no pod'}, this is pod {pod_uid}",
+            obj=path,
+            remedy=_REMEDY,
+        )
     root = os.path.dirname(os.path.abspath(path))
     device = os.stat(root, follow_symlinks=False).st_dev
     slots = os.path.join(root, SLOTS_DIRECTORY)

@@ -103,13 +103,16 @@ def _refuse_change(same: bool, root: str, root_fd: int, slots_fd: int) -> None:
         raise EngineError("the volume changed while it was opened", obj=root, remedy="start again")
 
 
-def config_from_marker(marker_path: str, *, nonce: str, rank: int | None = None, **options: Any) -> StoreConfig:
+def config_from_marker(
+    marker_path: str, *, nonce: str | None = None, pod_uid: str | None = None, rank: int | None = None, **options: Any
+) -> StoreConfig:
     """Check the marker and open its slot directory; the caller closes `directory_fd` of the result.
 
+    `nonce` or `pod_uid`: by what this process knows that the volume is its own (check_marker).
     `rank`: the one rank of this process; None for all. `options`: fields of StoreConfig that a marker does not set.
     Raises VerificationFailed (check_marker), EngineError (a rank that the volume lacks, fields out of range).
     """
-    marker = check_marker(marker_path, nonce=nonce)
+    marker = check_marker(marker_path, nonce=nonce, pod_uid=pod_uid)
     root = os.path.dirname(os.path.abspath(marker_path))
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -121,7 +124,8 @@ def config_from_marker(marker_path: str, *, nonce: str, rank: int | None = None,
         try:
             # The path may have been mounted over between the check and the open: what is open must be what the
             # marker, read again, belongs to.
-            _refuse_change(check_marker(marker_path, nonce=nonce) == marker, root, root_fd, slots_fd)
+            again = check_marker(marker_path, nonce=nonce, pod_uid=pod_uid)
+            _refuse_change(again == marker, root, root_fd, slots_fd)
             return _config(marker, slots_fd, rank, options)
         except BaseException:
             os.close(slots_fd)
@@ -135,21 +139,23 @@ def config_from_marker(marker_path: str, *, nonce: str, rank: int | None = None,
 
 
 def config_from_environment(**options: Any) -> StoreConfig:
-    """As `config_from_marker`, from KVTIER_MARKER and KVTIER_NONCE, which `kvtier run` and the CSI volume set.
+    """As `config_from_marker`, from KVTIER_MARKER, and KVTIER_NONCE (`kvtier run`) or KVTIER_POD_UID (an injected pod).
 
     KVTIER_SLOT_FILE, when set, names the one slot file of this process, and so its rank.
     """
-    try:
-        path, nonce = os.environ["KVTIER_MARKER"], os.environ["KVTIER_NONCE"]
-    except KeyError as error:
+    path, nonce, pod_uid = (os.environ.get(f"KVTIER_{name}") for name in ("MARKER", "NONCE", "POD_UID"))
+    missing = "KVTIER_MARKER" if not path else None if nonce or pod_uid else "KVTIER_NONCE, or KVTIER_POD_UID in a pod,"
+    if not path or missing:
         raise EngineError(
-            "not set", obj=f"environment variable {error.args[0]}", remedy="start the process with 'kvtier run'"
-        ) from error
+            f"{missing} is not set",
+            obj="environment",
+            remedy="start the process with 'kvtier run', or in a pod of the tier, with its uid by the downward API",
+        )
     own = os.environ.get("KVTIER_SLOT_FILE")
     if own is None:
-        return config_from_marker(path, nonce=nonce, **options)
+        return config_from_marker(path, nonce=nonce, pod_uid=pod_uid, **options)
     name = os.path.basename(own)
-    files = check_marker(path, nonce=nonce).slot_files
+    files = check_marker(path, nonce=nonce, pod_uid=pod_uid).slot_files
     if name not in files:
         raise EngineError("not a slot file of this volume", obj=f"KVTIER_SLOT_FILE={own!r}", remedy=f"one of {files}")
-    return config_from_marker(path, nonce=nonce, rank=files.index(name), **options)
+    return config_from_marker(path, nonce=nonce, pod_uid=pod_uid, rank=files.index(name), **options)

@@ -105,16 +105,25 @@ class SlotStore:
         fork_guard.guard(self)
 
     @classmethod
-    def open(cls, marker_path: str, *, nonce: str, rank: int | None = None, **options: Any) -> Self:
+    def open(
+        cls,
+        marker_path: str,
+        *,
+        nonce: str | None = None,
+        pod_uid: str | None = None,
+        rank: int | None = None,
+        **options: Any,
+    ) -> Self:
         """Open the volume that the marker describes; `rank` for one process per rank, None for all ranks here.
 
+        `nonce` or `pod_uid` prove that it is this process's own (`check_marker`).
         `options` are fields of StoreConfig. Raises VerificationFailed, NotFound, UnsafePath, EngineError.
         """
-        return cls._opened(config_from_marker(marker_path, nonce=nonce, rank=rank, **options))
+        return cls._opened(config_from_marker(marker_path, nonce=nonce, pod_uid=pod_uid, rank=rank, **options))
 
     @classmethod
     def from_environment(cls, **options: Any) -> Self:
-        """As `open`, with KVTIER_MARKER, KVTIER_NONCE and, for one rank, KVTIER_SLOT_FILE."""
+        """As `open`, with KVTIER_MARKER, KVTIER_NONCE or KVTIER_POD_UID, and for one rank KVTIER_SLOT_FILE."""
         return cls._opened(config_from_environment(**options))
 
     @classmethod

@@ -128,6 +128,7 @@ def _marker(tier: KVCacheTier, row: VolumeRow, backend: Backend) -> Marker:
         tier_namespace=row.tier_namespace,
         tier_name=row.tier_name,
         nonce=row.facts["nonce"],
+        pod_uid=row.facts["pod"]["uid"] if "pod" in row.facts else None,
         ranks=spec.ranks,
         slot_files=slots.slot_names(spec.slot_prefix, spec.ranks),
         slot_size_bytes=spec.slot_size,

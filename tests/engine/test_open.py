@@ -141,7 +141,7 @@ def test_the_environment_of_kvtier_run_opens_it(tmp_path: Path, monkeypatch: pyt
     path = _volume(tmp_path)
     monkeypatch.delenv("KVTIER_NONCE", raising=False)
     monkeypatch.setenv("KVTIER_MARKER", path)
-    with pytest.raises(EngineError, match="KVTIER_NONCE"):
+    with pytest.raises(EngineError, match="KVTIER_NONCE, or KVTIER_POD_UID"):
         SlotStore.from_environment(harden_process=False)
     monkeypatch.setenv("KVTIER_NONCE", NONCE)
     with SlotStore.from_environment(harden_process=False) as store:
@@ -152,6 +152,34 @@ def test_the_environment_of_kvtier_run_opens_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("KVTIER_SLOT_FILE", str(tmp_path / SLOTS_DIRECTORY / "slot.rank_7"))
     with pytest.raises(EngineError, match="rank_7"):
         SlotStore.from_environment(harden_process=False)
+
+
+def test_a_pods_environment_opens_the_volume_that_was_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod cannot know the nonce of a volume that is made after it was created; it knows its own uid."""
+    monkeypatch.delenv("KVTIER_NONCE", raising=False)
+    monkeypatch.setenv("KVTIER_MARKER", _volume(tmp_path, pod_uid="pod-a"))
+    monkeypatch.setenv("KVTIER_POD_UID", "pod-a")
+    with SlotStore.from_environment(harden_process=False) as store:
+        assert store.config.ranks == (0, 1)
+    monkeypatch.setenv("KVTIER_NONCE", "f" * 32)
+    with pytest.raises(VerificationFailed, match="nonce"):
+        SlotStore.from_environment(harden_process=False)
+
+
+@pytest.mark.parametrize("made_for", ["pod-b", None])
+def test_a_volume_of_another_pod_or_of_none_is_refused(tmp_path: Path, made_for: str | None) -> None:
+    """kubelet mounted another pod's directory (calico#9279, yandex k8s-csi-s3#149)."""
+    path = _volume(tmp_path, pod_uid=made_for)
+    with pytest.raises(VerificationFailed, match="this is pod pod-a"):
+        SlotStore.open(path, pod_uid="pod-a", harden_process=False)
+
+
+@pytest.mark.parametrize("given", [{}, {"nonce": ""}, {"pod_uid": ""}])
+def test_a_volume_is_not_opened_on_nobodys_word(tmp_path: Path, given: dict[str, str]) -> None:
+    with pytest.raises(VerificationFailed, match="neither a nonce nor a pod's uid"):
+        SlotStore.open(_volume(tmp_path, pod_uid="pod-a"), harden_process=False, **given)
 
 
 def test_the_engine_imports_neither_torch_nor_anything_of_kubernetes() -> None:

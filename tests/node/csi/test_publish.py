@@ -34,7 +34,7 @@ def test_a_pod_gets_an_encrypted_volume_of_its_own_and_what_it_wrote_is_gone_aft
     target = serving.target(pod)
     assert row.state is VolumeState.IN_USE
     assert os.stat(target).st_dev != os.stat(target.parent).st_dev
-    marker = check_marker(f"{target}/.kvtier-marker.json", nonce=str(row.facts["nonce"]))
+    marker = check_marker(f"{target}/.kvtier-marker.json", nonce=str(row.facts["nonce"]), pod_uid=pod.uid)
     slots = sorted((target / "slots").iterdir())
     assert [slot.name for slot in slots] == marker.slot_files
     assert {(slot.stat().st_uid, slot.stat().st_gid, slot.stat().st_mode & 0o777) for slot in slots} == {
