@@ -33,6 +33,7 @@ __all__ = [
     "VolumeFacts",
     "agent_facts",
     "erasure_facts",
+    "identity",
     "key_of",
     "node_facts",
     "tier_facts",
@@ -195,6 +196,12 @@ class AgentFacts:
 def key_of(body: Body) -> Key:
     metadata = body["metadata"]
     return str(metadata.get("namespace", "")), str(metadata["name"])
+
+
+def identity(body: Body) -> tuple[Key, str, str]:
+    """Key, uid and resource version."""
+    metadata = body["metadata"]
+    return key_of(body), str(metadata.get("uid", "")), str(metadata.get("resourceVersion", ""))
 
 
 def tier_facts(body: Body) -> TierFacts:

@@ -11,10 +11,16 @@ import structlog
 
 from kvtier_api.errors import InvalidResource
 from kvtier_operator.facts import (
+    AgentFacts,
     Body,
+    ErasureFacts,
     Key,
+    NodeFacts,
+    TierFacts,
+    VolumeFacts,
     agent_facts,
     erasure_facts,
+    identity,
     node_facts,
     tier_facts,
     volume_facts,
@@ -34,23 +40,30 @@ async def relist(kube: Kube, view: View, settings: Settings) -> tuple[set[Key], 
     view.begin_relist()
     found: list[Fact] = []
     for namespace in settings.watched_namespaces or (EVERYWHERE,):
-        for kind, parse in ((TIERS, tier_facts), (VOLUMES, volume_facts), (ERASURES, erasure_facts)):
-            found += await _listed(kube, kind, parse, namespace)
-    found += await _listed(kube, NODES, node_facts, None)
+        found += await _listed(kube, view, TIERS, TierFacts, tier_facts, namespace)
+        found += await _listed(kube, view, VOLUMES, VolumeFacts, volume_facts, namespace)
+        found += await _listed(kube, view, ERASURES, ErasureFacts, erasure_facts, namespace)
+    found += await _listed(kube, view, NODES, NodeFacts, node_facts, None)
     if settings.agent_selector:
         namespaces = settings.watched_namespaces or (EVERYWHERE,)
         for namespace in namespaces:
-            found += await _listed(kube, PODS, agent_facts, namespace, settings.agent_selector)
+            found += await _listed(kube, view, PODS, AgentFacts, agent_facts, namespace, settings.agent_selector)
     return view.relist(found)
 
 
-async def _listed(
-    kube: Kube, kind: Kind, parse: Callable[[Body], Fact], namespace: str | None, labels: str = ""
+async def _listed(  # noqa: PLR0917
+    kube: Kube,
+    view: View,
+    kind: Kind,
+    facts: type[Fact],
+    parse: Callable[[Body], Fact],
+    namespace: str | None,
+    labels: str = "",
 ) -> list[Fact]:
     found: list[Fact] = []
     async for body in kube.list(kind, namespace, labels=labels):
         try:
-            found.append(parse(body))
+            found.append(view.known(facts, *identity(body)) or parse(body))
         except InvalidResource as error:
             log.warning("an object cannot be read", kind=kind.__name__, error=str(error))
     return found

@@ -166,6 +166,7 @@ class Term:
     async def _relist_for_ever(self, kube: Kube, view: View, queue: WorkQueue[Key]) -> None:
         while True:
             await asyncio.sleep(self._settings.resync_s)
+            started = time.monotonic()
             try:
                 concerned, differing = await relist(kube, view, self._settings)
             except ApiProblem as error:
@@ -173,6 +174,7 @@ class Term:
                 self._metrics.resynced(type(error).__name__, 0)
                 continue
             self._metrics.resynced("done", differing)
+            log.info("resynced", objects=differing, seconds=round(time.monotonic() - started, 3))
             if differing:
                 log.warning("memory differed from the API server", objects=differing, tiers=len(concerned))
             # All of them, not only what differed: a tier whose plan was wrong is found again.

@@ -27,7 +27,15 @@ class View:
         self._facts: dict[_Kind, dict[Key, Fact]] = {kind: {} for kind in _KINDS}
         self._of_tier: dict[_Kind, dict[Key, dict[Key, Fact]]] = {VolumeFacts: {}, ErasureFacts: {}}
         self._on_node: dict[str, set[Key]] = {}
+        self._agents_on: dict[str, dict[Key, AgentFacts]] = {}
         self._touched: set[tuple[_Kind, Key]] | None = None
+
+    def known(self, kind: _Kind, key: Key, uid: str, version: str) -> Fact | None:
+        """The fact of this very object in this very version, so that it need not be made from the object again."""
+        fact = self._facts[kind].get(key)
+        if fact is None or not version or _text_version(fact) != version or _uid(fact) not in ("", uid):
+            return None
+        return fact
 
     def take(self, fact: Fact) -> set[Key]:
         """Remember it. Returns the tiers that it concerns; none if it was known, or is older than what is known."""
@@ -43,6 +51,7 @@ class View:
             concerned |= self._unfile(known)
         if isinstance(fact, VolumeFacts | ErasureFacts):
             concerned |= self._file(fact)
+        self._move_agent(known, fact)
         return concerned | self._tiers_of(fact, known)
 
     def drop(self, kind: _Kind, key: Key, version: int) -> set[Key]:
@@ -55,6 +64,7 @@ class View:
         del self._facts[kind][key]
         if isinstance(known, VolumeFacts | ErasureFacts):
             return self._unfile(known)
+        self._move_agent(known, None)
         return self._tiers_of(None, known)
 
     def begin_relist(self) -> None:
@@ -121,6 +131,15 @@ class View:
                 self._on_node.pop(fact.node_name, None)
         return {fact.tier}
 
+    def _move_agent(self, known: Fact | None, fact: Fact | None) -> None:
+        if isinstance(known, AgentFacts):
+            mates = self._agents_on.get(known.node_name, {})
+            mates.pop(known.key, None)
+            if not mates:
+                self._agents_on.pop(known.node_name, None)
+        if isinstance(fact, AgentFacts):
+            self._agents_on.setdefault(fact.node_name, {})[fact.key] = fact
+
     def tier(self, key: Key) -> TierFacts | None:
         found = self._facts[TierFacts].get(key)
         return found if isinstance(found, TierFacts) else None
@@ -147,10 +166,9 @@ class View:
         nodes = {name: node for name in names if isinstance(node := self._facts[NodeFacts].get(("", name)), NodeFacts)}
         if not self._look_at_agents:
             return Surroundings(nodes)
-        agents: dict[str, bool] = {}
-        for agent in self._facts[AgentFacts].values():
-            if isinstance(agent, AgentFacts) and agent.node_name in names:
-                agents[agent.node_name] = agents.get(agent.node_name, False) or agent.ready
+        agents = {
+            name: any(agent.ready for agent in mates.values()) for name in names if (mates := self._agents_on.get(name))
+        }
         return Surroundings(nodes, agents)
 
 
@@ -162,8 +180,12 @@ def key_of_fact(fact: Fact) -> Key:
 
 def _version(fact: Fact) -> int:
     """Resource versions of one kind can be compared as numbers (KEP-5504; etcd's revision)."""
-    text = fact.meta.resource_version if isinstance(fact, TierFacts) else fact.version
-    return int(text) if text and text.isdecimal() else 0
+    text = _text_version(fact)
+    return int(text) if text.isdecimal() else 0
+
+
+def _text_version(fact: Fact) -> str:
+    return (fact.meta.resource_version or "") if isinstance(fact, TierFacts) else fact.version
 
 
 def _uid(fact: Fact) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import kopf
@@ -28,11 +28,13 @@ from kvtier_operator.facts import (
     VolumeFacts,
     agent_facts,
     erasure_facts,
+    identity,
     key_of,
     node_facts,
     tier_facts,
     volume_facts,
 )
+from kvtier_operator.kube import LIST_CHUNK
 from kvtier_operator.settings import Settings
 from kvtier_operator.view import Fact, View
 
@@ -54,10 +56,9 @@ class Feed:
     def event(self, kind: type[Fact], parse: Callable[[Body], Fact], event_type: str | None, body: Body) -> None:
         try:
             if event_type == "DELETED":
-                key = ("", str(body["metadata"]["name"])) if kind is NodeFacts else key_of(body)
-                concerned = self._view.drop(kind, key, int(body["metadata"]["resourceVersion"]))
+                concerned = self._view.drop(kind, key_of(body), int(body["metadata"]["resourceVersion"]))
             else:
-                fact = parse(body)
+                fact = self._view.known(kind, *identity(body)) or parse(body)
                 concerned = self._view.take(fact)
                 if concerned and event_type == "ADDED" and isinstance(fact, ErasureFacts) and fact.is_record:
                     self._recorded(fact.spec.trigger.value)
@@ -99,6 +100,19 @@ def _login(*, settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo 
     return dataclasses.replace(found, server=f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}")
 
 
+class _NoDiffBase(kopf.DiffBaseStorage):
+    """kopf copies the essence of each object at each event, for handlers of changes. Here are none."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Iterable[Any] | None = None) -> kopf.BodyEssence:  # noqa: ARG002
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:  # noqa: ARG002
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:  # noqa: ARG002
+        raise AssertionError("no handler of changes is registered")
+
+
 class _ForEver:
     """Pauses between attempts, without end: an API server that is away is waited for, by a process that stays."""
 
@@ -116,15 +130,16 @@ def operator_settings(settings: Settings) -> kopf.OperatorSettings:
     # kopf takes its finalizer away from every object that no handler of its own needs it for: it must not be ours.
     found.persistence.finalizer = f"{_PREFIX}/not-used"
     found.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=_PREFIX)
-    found.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=_PREFIX)
+    found.persistence.diffbase_storage = _NoDiffBase()
     found.networking.error_backoffs = _ForEver()
     found.networking.request_timeout = 30
     found.networking.connect_timeout = 5
     found.watching.server_timeout = 300
     found.watching.client_timeout = 330
     found.watching.connect_timeout = 5
-    found.watching.chunk_size = 500
-    found.queueing.idle_timeout = 1.0
+    found.watching.chunk_size = LIST_CHUNK
+    # kopf holds the last event of an object for as long as its worker idles.
+    found.queueing.idle_timeout = 0.05
     if settings.agent_selector:
         found.watching.label_selectors["", "v1", "pods"] = settings.agent_selector
     return found
