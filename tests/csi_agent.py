@@ -17,12 +17,14 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier_api.documents import load_documents
 from kvtier_api.errors import NotFound
@@ -35,6 +37,7 @@ from kvtier_node.csi.generated import csi_pb2 as pb
 from kvtier_node.csi.generated import csi_pb2_grpc
 from kvtier_node.csi.server import CsiOptions, CsiService
 from kvtier_node.csi.surroundings import ContainerUser, PodFacts
+from kvtier_node.endpoints import Listen
 from kvtier_node.event_log import Log, configure
 from kvtier_node.ledger import Ledger, Transition, VolumeRow
 from kvtier_node.node import Node
@@ -168,6 +171,7 @@ def main(base: Path, die: str | None) -> None:
         state_dir=str(base / "state"),
         roots=[str(base / "tiers")],
         manifests=str(base / "manifests"),
+        listen=Listen("127.0.0.1", 0),
         node_name=NODE,
         pods=FilePart(base, log),
     )
@@ -270,6 +274,15 @@ class Kubelet:
             assert time.monotonic() < until, f"did not come within {limit_s:g} s: {what}"
             time.sleep(0.05)
         return found
+
+    def figure(self, name: str, **labels: str) -> float | None:
+        """A metric of the agent that runs now."""
+        lines = [line for line in (self.base / "agent.log").read_text().splitlines() if '"listening"' in line]
+        port = json.loads(lines[-1])["port"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        samples = [it for family in families for it in family.samples]
+        return next((it.value for it in samples if it.name == name and labels.items() <= it.labels.items()), None)
 
     # what the API server has
 

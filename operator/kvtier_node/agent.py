@@ -166,6 +166,9 @@ class Agent:
     def host(self) -> HostFacts | None:
         return self.reconciler.host
 
+    def foreign_data(self, tier: str, found: bool) -> None:
+        self.reconciler.foreign_data(tier, found)
+
     # -- what the endpoints say
 
     def healthy(self) -> Verdict:

@@ -1,6 +1,8 @@
 """The agent's figures for Prometheus: gauges from the last reconcile, counters of this process.
 
-Names begin with `kvtier_`. What is counted since the start of the process ends in `_total`. Serving them is `endpoints`.
+Names begin with `kvtier_node_`: what this node sees. The controller's view of the same tiers has other names
+(`kvtier_tier_*`), so that a sum over all processes counts nothing twice. What is counted since the start of the
+process ends in `_total`. Serving them is `endpoints`. docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _TIER: Final = ("namespace", "tier")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the last reconcile saw. `conditions` and `foreign` by tier key, `used_bytes` by volume id."""
+    """What the last reconcile saw. `conditions` by tier key, `used_bytes` by volume id; `foreign` are keys of tiers."""
 
     version: str = ""
     node: str = ""
@@ -42,7 +44,8 @@ class Snapshot:
     open_requests: int = 0
     failing: int = 0
     receipts: int = 0
-    rebuilt: bool = False
+    rebuilt_at: float = 0
+    """Seconds since 1970; 0: the ledger was never rebuilt."""
     mirror_problem: bool = False
     reconciled_at: float | None = None
     """CLOCK_MONOTONIC seconds."""
@@ -56,19 +59,27 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self.snapshot
-        build = GaugeMetricFamily("kvtier_build_info", "Version and node.", labels=("version", "node"))
+        build = GaugeMetricFamily("kvtier_node_build_info", "Version and node.", labels=("version", "node"))
         build.add_metric((now.version, now.node), 1)
         yield build
         for name, text, value in (
-            ("kvtier_ready", "1 once recovery has finished.", now.ready),
-            ("kvtier_tiers", "Tiers that are declared by a manifest.", len(now.conditions)),
-            ("kvtier_bad_manifests", "Manifests that cannot be used now.", now.bad_manifests),
-            ("kvtier_erase_requests_open", "Requests to erase that are not fulfilled yet.", now.open_requests),
-            ("kvtier_erasures_failing", "Volumes whose last attempt to erase failed.", now.failing),
-            ("kvtier_receipts", "Receipts in this node's chain.", now.receipts),
-            ("kvtier_ledger_rebuilt", "1 if the ledger was rebuilt from what was on the node.", now.rebuilt),
+            ("kvtier_node_ready", "1 once recovery has finished.", now.ready),
             (
-                "kvtier_receipts_mirror_problem",
+                "kvtier_node_tiers",
+                "Tiers that are declared by a manifest of this node.",
+                len(now.conditions),
+            ),
+            ("kvtier_node_bad_manifests", "Manifests that cannot be used now.", now.bad_manifests),
+            ("kvtier_node_erase_requests_open", "Requests to erase that are not fulfilled yet.", now.open_requests),
+            ("kvtier_node_erasures_failing", "Volumes whose last attempt to erase failed.", now.failing),
+            ("kvtier_node_receipts", "Receipts in this node's chain.", now.receipts),
+            (
+                "kvtier_node_ledger_rebuilt_timestamp_seconds",
+                "When the ledger was rebuilt from what was on the node; 0: never.",
+                now.rebuilt_at,
+            ),
+            (
+                "kvtier_node_receipts_mirror_problem",
                 "1 while the second copy of the receipts is behind.",
                 now.mirror_problem,
             ),
@@ -76,7 +87,7 @@ class _Gauges(Collector):
             yield GaugeMetricFamily(name, text, value=float(value))
         if now.reconciled_at is not None:
             yield GaugeMetricFamily(
-                "kvtier_reconcile_age_seconds",
+                "kvtier_node_reconcile_age_seconds",
                 "Since the last reconcile that was completed.",
                 value=time.monotonic() - now.reconciled_at,
             )
@@ -86,20 +97,24 @@ class _Gauges(Collector):
     @staticmethod
     def _of_tiers(now: Snapshot) -> Iterator[Metric]:
         volumes = GaugeMetricFamily(
-            "kvtier_volumes", "Volumes that have not ended, by state.", labels=(*_TIER, "state", "backend")
+            "kvtier_node_volumes", "Volumes that have not ended, by state.", labels=(*_TIER, "state", "backend")
         )
         tally = Tally((row.tier_namespace, row.tier_name, row.state.value, row.backend.value) for row in now.rows)
         for labels, count in sorted(tally.items()):
             volumes.add_metric(labels, count)
-        provisioned = GaugeMetricFamily("kvtier_bytes_provisioned", "Slot bytes of volumes.", labels=_TIER)
-        used = GaugeMetricFamily("kvtier_bytes_used", "Slot bytes that were written, as measured.", labels=_TIER)
+        provisioned = GaugeMetricFamily("kvtier_node_provisioned_bytes", "Slot bytes of volumes.", labels=_TIER)
+        used = GaugeMetricFamily("kvtier_node_used_bytes", "Slot bytes that were written, as measured.", labels=_TIER)
         residual = GaugeMetricFamily(
-            "kvtier_bytes_residual", "Slot bytes of ended consumers that are not proven erased.", labels=_TIER
+            "kvtier_node_residual_bytes", "Slot bytes of ended consumers that are not proven erased.", labels=_TIER
         )
         foreign = GaugeMetricFamily(
-            "kvtier_foreign_data", "1 if the tier's directory holds what kvtier did not make.", labels=_TIER
+            "kvtier_node_foreign_data",
+            "1 if what kvtier did not make keeps volumes of the tier from being made.",
+            labels=_TIER,
         )
-        keys = {(row.tier_namespace, row.tier_name) for row in now.rows} | {_labels(key) for key in now.conditions}
+        keys = {(row.tier_namespace, row.tier_name) for row in now.rows} | {
+            _labels(key) for key in (*now.conditions, *now.foreign)
+        }
         for key in sorted(keys):
             mine = [row for row in now.rows if (row.tier_namespace, row.tier_name) == key]
             provisioned.add_metric(key, sum(row.ranks * row.bytes_per_rank for row in mine))
@@ -111,7 +126,9 @@ class _Gauges(Collector):
     @staticmethod
     def _conditions(now: Snapshot) -> Metric:
         family = GaugeMetricFamily(
-            "kvtier_tier_condition", "1 for the status that the condition has.", labels=(*_TIER, "condition", "status")
+            "kvtier_node_tier_condition",
+            "1 for the status that the condition has.",
+            labels=(*_TIER, "condition", "status"),
         )
         for key, conditions in sorted(now.conditions.items()):
             for condition in conditions:
@@ -135,18 +152,18 @@ class AgentMetrics:
         self.registry.register(self._gauges)
         ProcessCollector(registry=self.registry)
         self._seconds = Histogram(
-            "kvtier_erase_seconds",
+            "kvtier_node_erase_seconds",
             "From the consumer's death (or, where nobody saw it, the begin) to the key's verified end.",
             ("trigger",),
             buckets=_ERASE_BUCKETS_S,
             registry=self.registry,
         )
-        self._erasures = Counter("kvtier_erasures", "Erasures on record.", ("trigger",), registry=self.registry)
+        self._erasures = Counter("kvtier_node_erasures", "Erasures on record.", ("trigger",), registry=self.registry)
         self._crashes = Counter(
-            "kvtier_crash_erasures", "Erasures after a crash, a restart or a power loss.", registry=self.registry
+            "kvtier_node_crash_erasures", "Erasures after a crash, a restart or a power loss.", registry=self.registry
         )
         self._missed = Counter(
-            "kvtier_deadline_misses", "Volumes not erased within scrub.deadline.", registry=self.registry
+            "kvtier_node_deadline_misses", "Volumes not erased within scrub.deadline.", registry=self.registry
         )
         self._missed_ids: set[str] = set()
 

@@ -37,6 +37,8 @@ __all__ = ["Reconciler"]
 _CHECK_S: Final = 60.0
 _HOST_S: Final = 60.0
 _HISTORY: Final = 1000
+_FOREIGN_S: Final = 600.0
+"""kubelet asks for a volume again at least every two minutes, for as long as its pod is there."""
 _LIVING: Final = frozenset(VolumeState) - TERMINAL
 DELETION: Final = "the tier's manifest was removed"
 
@@ -65,6 +67,7 @@ class Reconciler:
         self._last: dict[str, Receipt] = {}
         self._receipts_seen = 0
         self._said: dict[str, str] = {}
+        self._foreign_at: dict[str, float] = {}
         self.metrics = AgentMetrics()
         self.rows: list[VolumeRow] = []
         self.completed_at: float | None = None
@@ -78,6 +81,21 @@ class Reconciler:
     def host(self) -> HostFacts | None:
         """What was measured of the host last."""
         return self._host
+
+    def foreign_data(self, key: str, found: bool) -> None:
+        """What kvtier did not make was in the way of a pod's volume of the tier, just now; or was not. From any thread."""
+        if found:
+            self._foreign_at[key] = time.monotonic()
+        else:
+            self._foreign_at.pop(key, None)
+
+    def _foreign(self) -> frozenset[str]:
+        """Tiers of manifests by their checks, tiers of pods by what those were refused for lately."""
+        since = time.monotonic() - _FOREIGN_S
+        return frozenset(
+            [key for key, (_, _, check) in list(self._checks.items()) if check.reason is Reason.FOREIGN_DATA]
+            + [key for key, at in list(self._foreign_at.items()) if at > since]
+        )
 
     @staticmethod
     def now() -> datetime:
@@ -247,15 +265,13 @@ class Reconciler:
                 ready=ready,
                 rows=self.rows,
                 conditions=dict(self._conditions),
-                foreign=frozenset(
-                    key for key, (_, _, check) in self._checks.items() if check.reason is Reason.FOREIGN_DATA
-                ),
+                foreign=self._foreign(),
                 used_bytes={volume_id: seen.used_bytes for volume_id, seen in measured.items()},
                 bad_manifests=len(declared.bad),
                 open_requests=len(ledger.open_requests()),
                 failing=sum(bool(text) for text in failures.values()),
                 receipts=self._receipts_seen,
-                rebuilt=ledger.rebuilt is not None,
+                rebuilt_at=datetime.fromisoformat(ledger.rebuilt[0]).timestamp() if ledger.rebuilt else 0,
                 mirror_problem=ledger.mirror_problem is not None,
                 reconciled_at=time.monotonic(),
             )

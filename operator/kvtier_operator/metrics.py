@@ -49,6 +49,7 @@ class Metrics:
             (*tier, "type", "reason"),
             registry=self.registry,
         )
+        self._said: dict[Key, set[tuple[str, str]]] = {}
         self._unheard = Gauge(
             "kvtier_tier_unreachable_volumes",
             "Volumes whose node does not report",
@@ -76,7 +77,7 @@ class Metrics:
         )
         self._events = Counter("kvtier_events", "Events posted by reason", ("reason",), registry=self.registry)
         self._erasures = Counter(
-            "kvtier_erasures",
+            "kvtier_erasure_records",
             "Records of erasures that were seen to come by trigger",
             ("trigger",),
             registry=self.registry,
@@ -130,21 +131,25 @@ class Metrics:
         oldest = status.oldest_block_time
         self._oldest.labels(*key).set(oldest.timestamp() if oldest is not None else 0)
         self._unheard.labels(*key).set(unheard)
-        self._forget_conditions(key)
-        for condition in status.conditions:
-            self._conditions.labels(*key, condition.type, condition.reason).set(_VALUES[condition.status.value])
+        values = {(it.type, it.reason): _VALUES[it.status.value] for it in status.conditions}
+        for said in self._said.get(key, set()) - values.keys():
+            self._conditions.remove(*key, *said)
+        self._said[key] = set(values)
+        for said, value in values.items():
+            self._conditions.labels(*key, *said).set(value)
 
     def tier_gone(self, key: Key) -> None:
-        labels = {"namespace": key[0], "tier": key[1]}
-        for gauge in (self._volumes, self._bytes, self._residual, self._oldest, self._unheard):
-            gauge.remove_by_labels(labels)
-        self._forget_conditions(key)
+        """By name: `remove_by_labels` looks at the figures of every tier."""
+        for said in self._said.pop(key, ()):
+            self._conditions.remove(*key, *said)
+        for state in _STATES:
+            self._volumes.remove(*key, state)
+        for gauge in (self._bytes, self._residual, self._oldest, self._unheard):
+            gauge.remove(*key)
 
     def all_tiers_gone(self) -> None:
         """The Lease is lost: another replica speaks for the tiers now."""
         for gauge in (self._volumes, self._bytes, self._residual, self._oldest, self._unheard, self._conditions):
             gauge.clear()
+        self._said.clear()
         self._tiers.set(0)
-
-    def _forget_conditions(self, key: Key) -> None:
-        self._conditions.remove_by_labels({"namespace": key[0], "tier": key[1]})

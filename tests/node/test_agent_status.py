@@ -112,7 +112,7 @@ def test_foreign_data_in_a_tiers_directory_is_a_condition_and_a_metric_and_stays
     node = host.node()
     said = host.wait_condition("chat", "Mapped", "False", "ForeignData")
     assert "slot.rank_0" in said["message"]
-    assert metric(node, "kvtier_foreign_data", tier="chat") == 1
+    assert metric(node, "kvtier_node_foreign_data", tier="chat") == 1
     assert (host.root / "chat" / "slot.rank_0").read_text() == "somebody's"
 
 
@@ -139,21 +139,21 @@ def test_metrics_count_volumes_bytes_erasures_and_receipts(host: Host) -> None:
     host.declare("chat", ranks=2, **SEALED)
     node = host.node()
     process, _, pid = host.run("chat", RANDOM)
-    wait_for(lambda: metric(node, "kvtier_volumes", state="InUse", backend="SealOnly") == 1, "the volume")
-    wait_for(lambda: metric(node, "kvtier_bytes_used", tier="chat") == 4 << 20, "used bytes as measured")
-    assert metric(node, "kvtier_bytes_provisioned", tier="chat") == 2 << 23
-    assert metric(node, "kvtier_tiers") == 1
+    wait_for(lambda: metric(node, "kvtier_node_volumes", state="InUse", backend="SealOnly") == 1, "the volume")
+    wait_for(lambda: metric(node, "kvtier_node_used_bytes", tier="chat") == 4 << 20, "used bytes as measured")
+    assert metric(node, "kvtier_node_provisioned_bytes", tier="chat") == 2 << 23
+    assert metric(node, "kvtier_node_tiers") == 1
     os.kill(pid, 9)
     process.popen.wait(60)
-    wait_for(lambda: metric(node, "kvtier_receipts") == 1, "the receipt")
-    assert metric(node, "kvtier_crash_erasures_total") == 1
-    assert metric(node, "kvtier_erasures_total", trigger="Crash") == 1
-    assert metric(node, "kvtier_erase_seconds_count", trigger="Crash") == 1
-    assert metric(node, "kvtier_deadline_misses_total") == 0
-    assert metric(node, "kvtier_bytes_residual", tier="chat") == 0
-    assert metric(node, "kvtier_ledger_rebuilt") == 0
-    assert metric(node, "kvtier_receipts_mirror_problem") == 0
-    assert metric(node, "kvtier_tier_condition", condition="Scrubbed", status="True") == 1
+    wait_for(lambda: metric(node, "kvtier_node_receipts") == 1, "the receipt")
+    assert metric(node, "kvtier_node_crash_erasures_total") == 1
+    assert metric(node, "kvtier_node_erasures_total", trigger="Crash") == 1
+    assert metric(node, "kvtier_node_erase_seconds_count", trigger="Crash") == 1
+    assert metric(node, "kvtier_node_deadline_misses_total") == 0
+    assert metric(node, "kvtier_node_residual_bytes", tier="chat") == 0
+    assert metric(node, "kvtier_node_ledger_rebuilt_timestamp_seconds") == 0
+    assert metric(node, "kvtier_node_receipts_mirror_problem") == 0
+    assert metric(node, "kvtier_node_tier_condition", condition="Scrubbed", status="True") == 1
 
 
 def test_health_and_readiness_are_served_on_loopback(host: Host) -> None:
@@ -191,7 +191,7 @@ def test_the_agent_fits_in_100_mib_with_volumes_in_use_and_metrics_read(host: Ho
         process, told, _ = host.run("chat", RANDOM)
         process.sigkill()
         node.event("took-over", volume=told["KVTIER_VOLUME_ID"])
-    wait_for(lambda: metric(node, "kvtier_bytes_used", tier="chat") == 16 << 20, "every volume measured")
+    wait_for(lambda: metric(node, "kvtier_node_used_bytes", tier="chat") == 16 << 20, "every volume measured")
     for _ in range(5):
         get(node, "/metrics")
     lines = Path(f"/proc/{node.pid}/status").read_text().splitlines()

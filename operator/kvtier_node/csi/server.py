@@ -69,11 +69,14 @@ class _Work:
         self._foreign: set[str] = set()
 
     async def publish(self, call: PublishCall) -> None:
+        key = f"{call.pod.namespace}/{call.tier}"
         try:
             await self._publisher.publish(call)
         except ForeignData as error:
-            await self._say(f"KVCacheTier {call.pod.namespace}/{call.tier}", error)
+            self._guards.foreign_data(key, True)
+            await self._say(f"KVCacheTier {key}", error)
             raise
+        self._guards.foreign_data(key, False)
 
     async def unpublish(self, call: UnpublishCall) -> None:
         try:

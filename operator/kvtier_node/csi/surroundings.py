@@ -37,6 +37,9 @@ class Guards(Protocol):
     def host(self) -> HostFacts | None:
         """The last measurement of this host."""
 
+    def foreign_data(self, tier: str, found: bool) -> None:
+        """Whether something that kvtier did not make was in the way of a volume of `tier` (NAMESPACE/NAME)."""
+
 
 @dataclass(frozen=True)
 class ContainerUser:

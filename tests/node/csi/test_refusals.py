@@ -7,6 +7,7 @@ nothing behind, and while anything is left the code is one of those that mean "p
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 import pytest
@@ -102,6 +103,21 @@ def test_foreign_data_in_the_tiers_directory_blocks_and_is_on_record(
     with Ledger.open(serving.base / "state", create=False) as ledger:
         events = [event for event in ledger.events() if event.reason == "ForeignData"]
     assert [event.object for event in events] == ["KVCacheTier default/chat"]
+
+
+def test_foreign_data_is_counted_for_the_alert_until_a_volume_of_the_tier_is_made(
+    serving: Kubelet, new_pod: Callable[..., Pod]
+) -> None:
+    folder = serving.base / "tiers" / "chat"
+    folder.mkdir(mode=0o755)
+    (folder / "somebodys.bin").write_bytes(CANARY)
+    pod = new_pod()
+    refused(serving, pod)
+    figure = partial(serving.figure, "kvtier_node_foreign_data", namespace="default", tier="chat")
+    serving.wait("it is counted", lambda: figure() == 1)
+    (folder / "somebodys.bin").unlink()
+    serving.publish(pod)
+    serving.wait("it is counted no more", lambda: figure() == 0)
 
 
 def test_what_does_not_fit_is_said_with_both_numbers_and_leaves_nothing(
