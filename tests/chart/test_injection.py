@@ -69,6 +69,7 @@ def test_the_container_is_told_where_the_marker_and_the_slots_are(create: Callab
     assert told["KVTIER_TIER"] == "chat"
     assert told["KVTIER_MARKER"] == "/kvtier/.kvtier-marker.json"
     assert told["KVTIER_SLOT_DIR"] == "/kvtier/slots"
+    assert told["KVTIER_POD_UID"] == {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.uid"}}
 
 
 def test_only_the_first_container_mounts_it(create: Callable[[Json], Json]) -> None:

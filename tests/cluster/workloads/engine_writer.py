@@ -44,7 +44,7 @@ def main() -> None:
     say(files=sorted(path.name for path in SLOTS.iterdir()), found=found())
     seed = os.environ["SEED"]
     marker = json.loads(MARKER.read_text())
-    store = SlotStore.open(str(MARKER), nonce=os.environ.get("KVTIER_NONCE", marker["nonce"]))
+    store = SlotStore.from_environment()
     size, ranks = marker["slot_size_bytes"], marker["ranks"]
     block = filled(canary(seed, "prompt"), size)
     stored = [store.put(bytes([number]), [block] * ranks, tenant=TENANT) for number in range(12)]
