@@ -25,14 +25,14 @@ kernel: packages
 test: venv kernel lint
 	tools/run_tests.sh
 
-# The operator, the CSI service and the chart against a real control plane and a real node. Not part of `make test` yet:
-# its tools take about 20 minutes to build on two cores, once.
+# Of these, the operator, the CSI service and the chart against a real control plane and a real node. Their tools take about
+# 20 minutes to build on two cores, once; `make test` builds them while its other suites run.
 test-cluster: venv cluster-tools
 	tools/cluster_packages.sh
 	$(PYTEST) -q tests/cluster tests/chart tests/node/csi/test_sanity.py
 
-cluster-tools:
-	python3 tests/cluster/build_tools.py
+cluster-tools: venv
+	$(PY) tests/cluster/build_tools.py
 
 lint: venv
 	$(VENV)/bin/ruff check .

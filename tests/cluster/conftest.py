@@ -18,6 +18,13 @@ from installed import Installed
 from node import Node, need_node
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They share one node, so they run in one process: `-m whole_node`."""
+    for item in items:
+        if "installation" in getattr(item, "fixturenames", ()):
+            item.add_marker("whole_node")
+
+
 @pytest.fixture(scope="session")
 def bare_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane with nothing in it."""
