@@ -115,6 +115,8 @@ def _erase_place(node: Node, row: VolumeRow) -> tuple[list[Step], str, float]:
         # Where the engine alone encrypts, only the sample shows that it did.
         if spec.scrub.verify is ScrubVerify.SAMPLE or backend.technique is Technique.PROCESS_DEATH:
             found = backend.read_back(place, request, ranges)
+            if any(step.name == "overwrite" for step in found):  # what was not sealed was readable until then
+                destroyed_at, clock = utc_now(), time.monotonic()
             steps += _with_findings(node, row, list(found))
         # Before anything is removed: at the next attempt there would be nothing left that could fail.
         refuse_false_claim(row, steps)

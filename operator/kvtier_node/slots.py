@@ -11,14 +11,15 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
 
 from kvtier_api.errors import Busy
 from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY, Marker
-from kvtier_node.kernel import bounded, files, lease, libc
+from kvtier_node.file_batches import Batch, overwrite_files
 from kvtier_node.kernel import constants as c
+from kvtier_node.kernel import files, lease, libc
 from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
@@ -30,8 +31,6 @@ _MOST_HELD: Final = 1280
 """Descriptors that one watch keeps: those of 1024 ranks, and some of what a consumer made beside them."""
 _held_by_all: Final[set[int]] = set()
 """Descriptors that the watches of this process keep. Beyond half of what it may have, files are looked at one by one."""
-_LIMIT_S: Final = 60.0
-_SLOWEST_BYTES_PER_S: Final = 20 << 20
 _BELOW: Final = c.RESOLVE_BENEATH | c.RESOLVE_NO_SYMLINKS | c.RESOLVE_NO_MAGICLINKS | c.RESOLVE_NO_XDEV
 _NOT_THERE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EXDEV, errno.ENOTDIR})
 _ONLY_READABLE: Final = frozenset({errno.EPERM, errno.EACCES, errno.ETXTBSY})
@@ -181,27 +180,24 @@ class SlotWatch:
             if len(self._held) >= _MOST_HELD or len(_held_by_all) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
                 break
             self._take(self._directory, name)
-        erased = 0
-        for identity, fd in list(self._held.items()):
-            info = os.fstat(fd)
-            if info.st_nlink == 0 and lease.sole_holder(fd):
-                if info.st_blocks:
-                    self._let_go(fd)
-                del self._held[identity]
-                _release(fd)
-                erased += 1
-        return erased
+        free = {
+            identity: fd for identity, fd in self._held.items() if os.fstat(fd).st_nlink == 0 and lease.sole_holder(fd)
+        }
+        with Batch(self._let_go) as batch:
+            for fd in free.values():
+                if os.fstat(fd).st_blocks:
+                    batch.add("an unlinked file", os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        for identity, fd in free.items():
+            del self._held[identity]
+            _release(fd)
+        return len(free)
 
-    def _let_go(self, fd: int) -> None:
-        """Erase a file that has no name any more, through a descriptor that may write."""
-        writer = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if self.overwrite:
-                limit_s = _LIMIT_S + os.fstat(fd).st_blocks * 512 / _SLOWEST_BYTES_PER_S
-                bounded.call("kvtier_node.children.overwriting:overwrite", timeout_s=limit_s, fds={"file": writer})
-            os.ftruncate(writer, 0)
-        finally:
-            os.close(writer)
+    def _let_go(self, unlinked: Sequence[tuple[str, int]]) -> None:
+        """Erase files that have no name any more, through descriptors that may write."""
+        if self.overwrite:
+            overwrite_files(unlinked)
+        for _, fd in unlinked:
+            os.ftruncate(fd, 0)
 
     def _take(self, directory: Directory, name: str) -> None:
         try:

@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,7 +21,8 @@ from typing import Final
 from kvtier_api.errors import EraseIncomplete, KernelError, UnsafePath
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.backends.base import VolumeRequest
-from kvtier_node.kernel import bounded, constants, files, lease, libc
+from kvtier_node.file_batches import Batch, overwrite_files, places_of, read_files, still_held
+from kvtier_node.kernel import constants, files, libc
 from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
@@ -41,8 +42,6 @@ __all__ = [
     "remove_directories",
 ]
 
-_LIMIT_S: Final = 60.0
-_SLOWEST_BYTES_PER_S: Final = 20 << 20
 _DEEPEST: Final = 16
 _MOST_MOVED: Final = 100_000
 _LISTED: Final = 5
@@ -105,8 +104,14 @@ class Visited:
     elsewhere: list[str] = field(default_factory=list)
 
 
-def each_file(place: Directory, request: VolumeRequest, visit: Callable[[str, int], None]) -> Visited:
-    """Call `visit(path, fd)` for every regular file of the volume, once each.
+def each_file(
+    place: Directory,
+    request: VolumeRequest,
+    work: Callable[[Sequence[tuple[str, int]]], None],
+    *,
+    weigh: Callable[[int], int] = lambda _: 0,
+) -> Visited:
+    """Call `work` with every regular file of the volume, once each, as paths and descriptors in batches (`Batch`).
 
     A file that kvtier did not make, and that has a name outside the volume, is left alone and listed: what lies there may
     be anybody's. Raises Busy while another process holds a lease on one.
@@ -121,23 +126,22 @@ def each_file(place: Directory, request: VolumeRequest, visit: Callable[[str, in
             for directory, name in walk_files(slots)
             if (info := directory.stat_if_there(name)) is not None and stat.S_ISREG(info.st_mode) and info.st_nlink > 1
         )
-        for directory, name in walk_files(slots):
-            fd = open_consumer_file(directory, name, os.O_RDWR)
-            if fd is None:
-                continue
-            try:
-                info = os.fstat(fd)
-                if info.st_ino in seen:
+        with Batch(work, weigh=weigh) as batch:
+            for directory, name in walk_files(slots):
+                fd = open_consumer_file(directory, name, os.O_RDWR)
+                if fd is None:
                     continue
                 path = f"{directory.path}/{name}"
-                if info.st_nlink <= max(1, names[info.st_ino]) or info.st_ino in request.own_inodes:
-                    seen.add(info.st_ino)
-                    visit(path, fd)
-                    visited.count += 1
-                else:
-                    visited.elsewhere.append(path)
-            finally:
-                os.close(fd)
+                info = os.fstat(fd)
+                ours = info.st_nlink <= max(1, names[info.st_ino]) or info.st_ino in request.own_inodes
+                if info.st_ino in seen or not ours:
+                    os.close(fd)
+                    if not ours:
+                        visited.elsewhere.append(path)
+                    continue
+                seen.add(info.st_ino)
+                visited.count += 1
+                batch.add(path, fd)
     return visited
 
 
@@ -168,18 +172,18 @@ def refuse_open(place: Directory, request: VolumeRequest) -> None:
 
     until = time.monotonic() + _LETS_GO_S
 
-    def visit(path: str, fd: int) -> None:
-        while not lease.sole_holder(fd):
+    def ask(opened: Sequence[tuple[str, int]]) -> None:
+        while held := still_held(opened):
             if time.monotonic() < until:
                 time.sleep(_ASK_AGAIN_S)
                 continue
             raise EraseIncomplete(
                 "another process has it open or mapped, and could go on writing",
-                obj=shown(path),
+                obj=shown(held[0]),
                 remedy="end the processes that hold it (lsof +D, or fuser); kvtier tries again by itself",
             )
 
-    each_file(place, request, visit)
+    each_file(place, request, ask)
 
 
 def _open_up(top: Directory, directory: Directory, request: VolumeRequest, moved: int, depth: int = 0) -> int:
@@ -254,23 +258,21 @@ def read_back_slots(place: Directory, request: VolumeRequest, *, overwritten: bo
     unless they were `overwritten` (too few bytes to tell random ones by).
     """
     results: list[SampleResult] = []
+    ranges: dict[int, list[Range]] = {}
 
-    def visit(_path: str, fd: int) -> None:
-        ranges = written_ranges(fd)
-        if ranges:
-            answer = bounded.call(
-                "kvtier_node.children.reading:read_ranges",
-                timeout_s=_LIMIT_S,
-                fds={"file": fd},
-                ranges=[[part.offset, part.length] for part in ranges],
-            )
-            results.append(SampleResult(**answer))
-        size = os.fstat(fd).st_size
-        tail = os.pread(fd, size % BLOCK_BYTES, size - size % BLOCK_BYTES)
-        if any(tail) and not overwritten:
-            results.append(_tail_of(size - len(tail)))
+    def weigh(fd: int) -> int:
+        ranges[fd] = written_ranges(fd)
+        return places_of(ranges[fd])
 
-    visited = each_file(place, request, visit)
+    def read(opened: Sequence[tuple[str, int]]) -> None:
+        results.extend(read_files(opened, ranges))
+        for _, fd in opened:
+            size = os.fstat(fd).st_size
+            tail = os.pread(fd, size % BLOCK_BYTES, size - size % BLOCK_BYTES)
+            if any(tail) and not overwritten:
+                results.append(_tail_of(size - len(tail)))
+
+    visited = each_file(place, request, read, weigh=weigh)
     return merge(results), visited.count
 
 
@@ -292,20 +294,18 @@ def merge(results: list[SampleResult]) -> SampleResult:
 
 def overwrite_file(fd: int) -> int:
     """Overwrite one open file in a child with a limit by its size; the bytes written. Raises KernelError, OSError."""
-    limit_s = _LIMIT_S + os.fstat(fd).st_blocks * 512 / _SLOWEST_BYTES_PER_S
-    answer = bounded.call("kvtier_node.children.overwriting:overwrite", timeout_s=limit_s, fds={"file": fd})
-    return int(answer["written"])
+    return overwrite_files([(f"descriptor {fd}", fd)])
 
 
 def overwrite_slots(place: Directory, request: VolumeRequest) -> Step:
     """Overwrite every file of the volume with random bytes. Raises KernelError when one cannot be."""
     total = 0
 
-    def visit(_path: str, fd: int) -> None:
+    def overwrite(opened: Sequence[tuple[str, int]]) -> None:
         nonlocal total
-        total += overwrite_file(fd)
+        total += overwrite_files(opened)
 
-    visited = each_file(place, request, visit)
+    visited = each_file(place, request, overwrite)
     return Step(
         "overwrite", True, f"{total} bytes of {visited.count} files overwritten with random bytes, fdatasync done"
     )
@@ -315,16 +315,19 @@ def remove_directories(place: Directory, request: VolumeRequest, *, discard: boo
     """Give back the blocks of every file and unlink it, then remove `mnt`. One that another process holds stays empty."""
     freed = 0
 
-    def visit(path: str, fd: int) -> None:
+    def give_back(opened: Sequence[tuple[str, int]]) -> None:
         nonlocal freed
-        if discard:
+        if not discard:
+            return
+        for _, fd in opened:
             freed += os.fstat(fd).st_blocks * 512
             os.ftruncate(fd, 0)  # a punch leaves what lies beyond the size, and half of a last block
+        for path, fd in opened:  # only now: the first one waits for the journal, and the others are in it
             os.fdatasync(fd)
             if files.extents(fd, sync=True):
                 raise KernelError("blocks are left after the discard", obj=shown(path), remedy="kvtier tries again")
 
-    visited = each_file(place, request, visit)
+    visited = each_file(place, request, give_back)
     if MOUNT_NAME in place.names():
         with place.child(MOUNT_NAME) as root:
             root.remove_tree_contents()
