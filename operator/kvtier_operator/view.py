@@ -87,8 +87,9 @@ class View:
                 changed = self.take(fact)
                 differing += 1 if changed else 0
                 concerned |= changed
+        stays = present | touched
         for kind in _KINDS:
-            for key in [key for key in self._facts[kind] if (kind, key) not in present | touched]:
+            for key in [key for key in self._facts[kind] if (kind, key) not in stays]:
                 differing += 1
                 concerned |= self.drop(kind, key, 2**63)
         return concerned, differing
