@@ -1,9 +1,12 @@
 """One active replica: a Lease of our own, taken, renewed and given back. kopf's peering is no lock, so it is not used.
 
-The clock of another machine is never compared with one's own. A candidate takes the Lease when it was given back, or
-when it saw no renewal for the Lease's whole duration by its own monotonic clock. The holder's fence opens for a shorter
-time than that, counted from before its request was sent. A late write of a former holder is refused by its
-resourceVersion.
+The clock of another machine is never compared with one's own, and no wall clock at all: times in a Lease are for people.
+A candidate takes the Lease when it was given back, or when it saw no renewal for the Lease's whole duration by its own
+monotonic clock. The holder's fence opens for a shorter time than that, counted from before its request was sent. A late
+write of a former holder is refused by its resourceVersion.
+
+A Lease whose version went back tells that etcd was restored from an older copy. Then what the Lease says is old, and so is
+all that a term remembers: the holder's term ends, and a candidate waits as if it had seen the Lease for the first time.
 """
 
 from __future__ import annotations
@@ -58,6 +61,8 @@ class Election:
         self.timing = timing or Timing()
         self._looked = looked
         self._observed: tuple[str, float] | None = None
+        self._newest = 0
+        self._not_before_s = 0.0
         self._held: Body | None = None
 
     async def acquire(self) -> Fence:
@@ -82,23 +87,38 @@ class Election:
             lease = await self._kube.get(LEASES, self._name, self._namespace)
         except Missing:
             self._held = await self._kube.create(LEASES, self._body(None, transitions=0))
+            self._went_back(self._held)
             return True
         if not self._is_free(lease):
             return False
-        transitions = int(lease["spec"].get("leaseTransitions", 0)) + 1
+        transitions = int((lease.get("spec") or {}).get("leaseTransitions") or 0) + 1
         self._held = await self._kube.replace(LEASES, self._body(lease, transitions=transitions))
+        self._went_back(self._held)
         return True
 
     def _is_free(self, lease: Body) -> bool:
         spec: Body = lease.get("spec") or {}
-        if not spec.get("holderIdentity"):
-            return True
+        now_s = time.monotonic()
+        waits_s = float(spec.get("leaseDurationSeconds") or self.timing.duration_s)
         version = str(lease["metadata"]["resourceVersion"])
         if self._observed is None or self._observed[0] != version:
-            self._observed = (version, time.monotonic())
+            self._observed = (version, now_s)
+        if self._went_back(lease):
+            log.warning("the Lease went back: etcd was restored", lease=self._name)
+            self._not_before_s = now_s + max(waits_s, self.timing.duration_s)
+        if now_s < self._not_before_s:  # whoever holds it in truth may not know yet that it is lost
             return False
-        waits_s = float(spec.get("leaseDurationSeconds") or self.timing.duration_s)
-        return time.monotonic() - self._observed[1] > waits_s
+        # One's own name: of a write whose answer was lost, or of a term of this process that has ended.
+        if spec.get("holderIdentity") in (None, "", self.identity):
+            return True
+        return now_s - self._observed[1] > waits_s
+
+    def _went_back(self, lease: Body) -> bool:
+        """Whether the Lease is older than one that was seen. Versions of one kind grow (KEP-5504), unless etcd was restored."""
+        text = str(lease["metadata"]["resourceVersion"])
+        version = int(text) if text.isdecimal() else 0
+        newest, self._newest = self._newest, version
+        return version < newest
 
     async def hold(self, fence: Fence) -> None:
         """Renew until the Lease is lost; then the fence is closed and this returns."""
@@ -111,6 +131,7 @@ class Election:
                     break
                 transitions = int(held["spec"].get("leaseTransitions", 0))
                 self._held = await self._kube.replace(LEASES, self._body(held, transitions=transitions))
+                self._went_back(self._held)
                 fence.open_until(asked_at + self.timing.fence_s)
             except (Conflict, Missing) as error:
                 if not await self._still_ours():
@@ -124,9 +145,14 @@ class Election:
         """A renewal whose answer was lost leaves our own name under another version."""
         try:
             lease = await self._kube.get(LEASES, self._name, self._namespace)
+        except Missing:
+            return False
         except ApiProblem as error:
             log.warning("lease not readable", lease=self._name, error=str(error))
             return True  # not known; the fence closes by itself if it stays so
+        if self._went_back(lease):
+            log.error("the Lease went back: etcd was restored; memory is not trusted any more", lease=self._name)
+            return False
         if (lease.get("spec") or {}).get("holderIdentity") != self.identity:
             return False
         self._held = lease

@@ -32,12 +32,16 @@ class EventPoster:
         self._metrics = metrics
         self._now = now
 
-    async def post(self, announcement: Announcement) -> None:
-        """Raises ApiProblem. A deleted namespace refuses events: that is the caller's to accept."""
+    async def post(self, announcement: Announcement, *, again: bool = False) -> None:
+        """Raises ApiProblem. A deleted namespace refuses events: that is the caller's to accept.
+
+        `again`: this very one was sent before, and the answer was lost. If it is there, it is not counted as another.
+        """
         try:
             await self._kube.create(EVENTS, self._body(announcement))
         except AlreadyThere:
-            await self._count(announcement)
+            if not again:
+                await self._count(announcement)
         self._metrics.event_posted(announcement.reason.value)
 
     async def _count(self, announcement: Announcement) -> None:

@@ -26,6 +26,8 @@ __all__ = ["EVERYWHERE", "LIST_CHUNK", "Kube"]
 
 EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
+_LONGEST_WAIT_S: Final = 60.0
+"""Of what a Retry-After says: one that a proxy made up must not stop a tier for a day."""
 LIST_CHUNK: Final = 100
 """Objects in one answer. A real Node has 15 KB, and five times that as Python objects."""
 
@@ -163,7 +165,7 @@ def _problem(error: Exception, obj: str) -> ApiProblem:
     if code in (400, 401, 403, 405, 413, 415, 422):
         return Refused(text, obj=obj, code=code, remedy="see the roles and the version of the CRDs")
     try:
-        wait_s = float(error.response.headers.get("Retry-After", "0"))
+        wait_s = min(float(error.response.headers.get("Retry-After", "0")), _LONGEST_WAIT_S)
     except ValueError:  # an HTTP date; the back-off is enough
         wait_s = 0
     return ApiProblem(text, obj=obj, code=code, retry_after_s=wait_s, remedy="tried again")

@@ -155,7 +155,8 @@ def _requests(snapshot: Snapshot, own: Sequence[Place]) -> list[tuple[ErasureFac
 
 
 def _steps(snapshot: Snapshot, everyones: Sequence[Place], *, tier_deleting: bool) -> list[tuple[Place, VolumeStep]]:
-    recorded = {*(erasure.name for erasure in snapshot.erasures), *snapshot.unrecordable}
+    # A record without its status says nothing yet: whoever made it was stopped, or did not hear that it was made.
+    recorded = {*(erasure.name for erasure in snapshot.erasures if erasure.is_complete), *snapshot.unrecordable}
     return [
         (place, step)
         for place in everyones

@@ -35,6 +35,7 @@ from kvtier_operator.places import Place
 from kvtier_operator.planning import Plan, Snapshot, own_places, plan
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
 from kvtier_operator.releasing import VolumeStep, holds
+from kvtier_operator.telling import Teller
 from kvtier_operator.view import View
 
 __all__ = ["Reconciler"]
@@ -57,7 +58,7 @@ class Reconciler:
     ) -> None:
         self._kube = kube
         self._view = view
-        self._poster = poster
+        self._teller = Teller(poster)
         self._metrics = metrics
         self._history_limit = history_limit
         self._now = now
@@ -77,7 +78,9 @@ class Reconciler:
             todo = plan(snapshot)
             if not todo.parts():
                 self._measure(key)
-                return todo.again_in_s
+                untold_in_s = await self._teller.settle(key, snapshot.tier, snapshot.erasures)
+                return min((it for it in (todo.again_in_s, untold_in_s) if it is not None), default=None)
+            self._teller.keep(key, todo.announcements)
             try:
                 await self._do(snapshot, todo)
             except (Conflict, Missing) as error:
@@ -128,7 +131,7 @@ class Reconciler:
             await self._release(key)
             for announcement in todo.announcements:
                 if announcement.reason is EventReason.DELETION_DONE:
-                    await self._post(announcement)
+                    await self._teller.tell(key, announcement)
 
     async def _volume_step(self, place: Place, step: VolumeStep) -> None:
         volume = place.volume
@@ -169,20 +172,14 @@ class Reconciler:
         self._view.take(fact)
 
     async def _announce(self, snapshot: Snapshot, todo: Plan) -> None:
-        """Events are told on a best-effort basis: what they say is in the status. A failure is logged and counted."""
+        """After the writes that they tell of. What cannot be told now is told later (`telling`)."""
         for announcement in todo.announcements:
             if announcement.reason is not EventReason.DELETION_DONE:  # not done before `_release` looked
-                await self._post(announcement)
+                await self._teller.tell(snapshot.key, announcement)
             if announcement.reason is EventReason.ABANDON_REFUSED:
                 self._said.setdefault(snapshot.key, set()).add(announcement)
         # What was planned for, not what memory says by now: a state that came meanwhile is still to be told.
         self._seen[snapshot.key] = {volume.uid: volume.state for volume in snapshot.volumes}
-
-    async def _post(self, announcement: Announcement) -> None:
-        try:
-            await self._poster.post(announcement)
-        except ApiProblem as error:
-            log.warning("event not posted", reason=announcement.reason.value, error=str(error))
 
     async def _forget_erasure(self, erasure: ErasureFacts) -> None:
         try:

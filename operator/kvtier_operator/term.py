@@ -117,6 +117,7 @@ class Term:
 
     async def _first_list(self, kube: Kube, view: View) -> None:
         while True:
+            pause_s = _PAUSE_S
             try:
                 missing = await missing_kind(kube, self._settings)
                 if not missing:
@@ -127,8 +128,9 @@ class Term:
                 log.warning("waiting for a CRD", kind=missing)
             except ApiProblem as error:
                 log.warning("waiting for the API server", error=str(error))
+                pause_s = max(pause_s, error.retry_after_s)
             self._metrics.alive()
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     async def _kopf(self, feed: Feed) -> None:
         namespaces = self._settings.watched_namespaces

@@ -24,9 +24,14 @@ class WorkQueue(Generic[KeyT]):
         self._again: set[KeyT] = set()
         self._timers: dict[KeyT, asyncio.TimerHandle] = {}
         self._failures: dict[KeyT, int] = {}
+        self._not_before: dict[KeyT, float] = {}
 
     def add(self, key: KeyT) -> None:
-        if key in self._working:
+        """Now, or as soon as the API server wants to hear of it again (`failed`)."""
+        wait_s = self._not_before.get(key, 0.0) - asyncio.get_running_loop().time()
+        if wait_s > 0:
+            self.add_after(key, wait_s)
+        elif key in self._working:
             self._again.add(key)
         elif key not in self._queued:
             self._queued.add(key)
@@ -56,10 +61,16 @@ class WorkQueue(Generic[KeyT]):
     def done(self, key: KeyT) -> None:
         """The work on `key` succeeded."""
         self._failures.pop(key, None)
+        self._not_before.pop(key, None)
         self._finish(key)
 
     def failed(self, key: KeyT, *, at_least_s: float = 0) -> float:
-        """It did not: `key` comes back after a pause. Returns the pause in seconds."""
+        """It did not: `key` comes back after a pause. Returns the pause in seconds.
+
+        `at_least_s`: what the API server asked for. Then it does not come back earlier, whatever adds it.
+        """
+        if at_least_s > 0:
+            self._not_before[key] = asyncio.get_running_loop().time() + at_least_s
         count = self._failures[key] = self._failures.get(key, 0) + 1
         pause_s: float = max(at_least_s, min(_LONGEST_S, _FIRST_S * 2 ** min(count - 1, 16)) * random.uniform(0.8, 1.2))  # noqa: S311
         # What asked for it meanwhile waits with it: a key that fails must not spin.
