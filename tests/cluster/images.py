@@ -28,15 +28,16 @@ from packaging.requirements import Requirement
 
 from requirements import need_tool
 
-__all__ = ["CONTROLLER", "NODE", "PAUSE", "WORKLOAD", "WORKLOADS", "archive"]
+__all__ = ["CONTROLLER", "NAMES", "NODE", "PAUSE", "WORKLOAD", "WORKLOADS", "archive"]
 
 PAUSE, WORKLOAD = "localhost/pause:dev", "localhost/kvtier-workload:dev"
 REGISTRY, TAG = "localhost", "test"
 CONTROLLER, NODE = f"{REGISTRY}/kvtier/controller:{TAG}", f"{REGISTRY}/kvtier/node:{TAG}"
+NAMES = (PAUSE, CONTROLLER, NODE, WORKLOAD)
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 ROOTS = Path(__file__).resolve().parents[2]
 
-_TOOLS = ("sh", "sleep", "cat", "mkfs.ext4", "e2fsck", "tune2fs", "blkdiscard", "losetup", "wipefs")
+_TOOLS = ("sh", "sleep", "cat", "ls", "mkfs.ext4", "e2fsck", "tune2fs", "blkdiscard", "losetup", "wipefs")
 _SOURCES = {
     "crds": ("kvtier_api",),
     "operator": ("kvtier_node", "kvtier_operator"),
