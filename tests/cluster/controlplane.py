@@ -17,7 +17,7 @@ import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -236,6 +236,16 @@ class ControlPlane:
             process.kill()
             process.wait()
 
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """A process that answers nobody, and whose connections stay open."""
+        process = self._processes[name]
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
+
     def stop_all(self) -> None:
         for name in reversed(list(self._processes)):
             self.stop(name, kill=name == "etcd")
@@ -318,6 +328,17 @@ class ControlPlane:
             found.append((entry["verb"], path, entry.get("responseStatus", {}).get("code", 0)))
         return found
 
+    def writes_since(self, offset: int, users: Collection[str]) -> Iterator[tuple[str, dict[str, str], int]]:
+        """The same from a place in the audit log on: (verb, what it was about, code)."""
+        with self.audit_log.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # being written
+                entry = json.loads(line)
+                if entry["user"]["username"] in users:
+                    yield entry["verb"], entry.get("objectRef", {}), entry.get("responseStatus", {}).get("code", 0)
+
     def wait_ready(self) -> None:
         with self.http() as client:
 
@@ -336,7 +357,7 @@ class ControlPlane:
             tail = (self.log_folder / f"{name}.log").read_text(errors="replace")[-3000:]
             raise RuntimeError(f"{name} ended with {process.returncode}:\n{tail}")
 
-    def start_controller_manager(self) -> None:
+    def start_controller_manager(self, *arguments: str) -> None:
         """Garbage collection, namespaces' end, service accounts."""
         pki = self._authority.folder
         config = self.kubeconfig("system:kube-controller-manager")
@@ -354,6 +375,7 @@ class ControlPlane:
                 "--use-service-account-credentials=true",
                 f"--service-account-private-key-file={pki}/sa.key",
                 f"--root-ca-file={pki}/ca.crt",
+                *arguments,
             ],
         )
 

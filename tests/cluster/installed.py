@@ -45,6 +45,8 @@ class Installed:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.data = node.base / "lib" / "kvtier"
+        """What kvtier has on the node's disk: `tiers` and `state`, outside of the node's mounts."""
         self._ending: set[str] = set()
 
     def helm(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -101,6 +103,18 @@ class Installed:
         pod = self.agent_pod()
         return sum(status["restartCount"] for status in (pod or {}).get("status", {}).get("containerStatuses", []))
 
+    def agent_said(self, event: str, *, since: int = 0) -> list[Json]:
+        """Lines of that event in the logs of the agents that there are and were, from kubelet's own files.
+
+        `since`: how many to pass over.
+        """
+        found = []
+        for path in self.node.base.glob(f"log/pods/{NAMESPACE}_kvtier-node-*/agent/*.log"):
+            lines = (line.split(" ", 3)[3] for line in path.read_text().splitlines())
+            said = [json.loads(line) for line in lines if line.startswith("{")]
+            found += [line for line in said if line["event"] == event]
+        return sorted(found, key=lambda it: str(it["time"]))[since:]
+
     def wait_agent(self, *, restarts: int = 0) -> None:
         wait_until(
             "the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=90
@@ -127,6 +141,33 @@ class Installed:
     def _select(self, label: str, value: str | None) -> None:
         patch = {"spec": {"template": {"spec": {"nodeSelector": {label: value}}}}}
         self.node.kubectl("-n", NAMESPACE, "patch", "daemonset", "kvtier-node", "--type=merge", "-p", json.dumps(patch))
+
+    def restart_agent(self) -> None:
+        """A new container in the same pod, by SIGKILL."""
+        restarts = self.agent_restarts()
+        self.node.kill(self.agent_pid())
+        self.wait_agent(restarts=restarts + 1)
+
+    @contextlib.contextmanager
+    def disk_of_its_own(self, size_bytes: int) -> Iterator[Path]:
+        """Everything of kvtier's, state and tiers, on a new file system of that size. No volume may be in use, before and after."""
+        image, where = self.node.base / "disk.img", "/var/lib/kvtier"
+        with image.open("wb") as file:
+            file.truncate(size_bytes)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+        usual = self.data
+        with contextlib.ExitStack() as stack:
+            stack.callback(image.unlink)
+            self.node.run_inside("mount", "-o", "loop", str(image), where)
+            stack.callback(self.restart_agent)
+            stack.callback(self.node.run_inside, "umount", "--lazy", where)
+            self.data = self.node.inside / where[1:]
+            stack.callback(setattr, self, "data", usual)
+            for name in ("state", "tiers"):  # kubelet made them when it started the pod
+                (self.data / name).mkdir(mode=0o755)
+            self.restart_agent()
+            yield self.data
+            self.settle()
 
     # -- uses
 
@@ -195,6 +236,9 @@ class Use:
     def start(self) -> None:
         """A labelled pod, until it has written."""
         self.create()
+        self.wait_started()
+
+    def wait_started(self) -> None:
         wait_until("the pod has written", self.has_written, limit_s=90)
         self.look_up()
         self._images.append(os.open(self.image, os.O_RDONLY | os.O_DIRECT))
@@ -273,7 +317,7 @@ class Use:
     @property
     def place(self) -> Path:
         """The volume's place on the disk, as it is outside of the node's mounts."""
-        return self.node.base / "lib" / "kvtier" / "tiers" / self.api.namespace / self.volume
+        return self.installed.data / "tiers" / self.api.namespace / self.volume
 
     @property
     def image(self) -> Path:
@@ -284,7 +328,8 @@ class Use:
         found = dict.fromkeys(KINDS, 0)
         lib = self.node.base / "lib"
         parts = [
-            hits_in_folder(folder, self.texts) for folder in (lib / "kubelet", lib / "kvtier", self.node.base / "log")
+            hits_in_folder(folder, self.texts)
+            for folder in (lib / "kubelet", self.installed.data, self.node.base / "log")
         ]
         parts += [hits_in_file(fd, self.texts) for fd in self._images]
         for part in parts:
@@ -341,14 +386,11 @@ class Use:
         return next((it for it in found if (it.get("status") or {}).get("state") == "Complete"), None)
 
     def receipts(self) -> dict[str, Json]:
-        """By id, once the whole chain was verified by kvtier's own command."""
-        state = self.node.base / "lib" / "kvtier" / "state"
+        """By id, in the order of the chain, once the whole of it was verified by kvtier's own command."""
         command = [sys.executable, "-m", "kvtier_cli.main", "receipts"]
-        where = ["--state-dir", str(state), "-o", "json"]
-        subprocess.run([*command, "verify", *where], check=True, capture_output=True)
-        listed = subprocess.run(
-            [*command, "list", "--limit", "0", *where], check=True, capture_output=True, text=True
-        ).stdout
+        where = ["--state-dir", "/var/lib/kvtier/state", "-o", "json"]
+        self.node.run_inside(*command, "verify", *where)
+        listed = self.node.run_inside(*command, "list", "--limit", "0", *where)
         return {receipt["id"]: receipt for receipt in json.loads(listed)}
 
     def end(self) -> None:

@@ -112,6 +112,8 @@ class Node:
         if images_from is not None:
             self.ctr("images", "import", "--local", str(images_from))
             images_from.unlink()
+            for name in images.NAMES:  # no registry has them: kubelet must not remove them, whatever the disk
+                self.ctr("images", "label", name, "io.cri-containerd.pinned=pinned")
         self.start_kubelet()
         self.wait_ready()
 
@@ -243,6 +245,26 @@ class Node:
         self._ports.stdout.read()
         self._ports.stdout.close()
 
+    @contextlib.contextmanager
+    def cut_off(self, *pods: str) -> Iterator[None]:
+        """kubelet and the pods with these addresses have no way to the API server, nor it to kubelet: packets are dropped.
+
+        Connections are not ended, as where a cable is pulled. Other pods go on.
+        """
+        api, service = str(self.plane.api_port), node_namespaces.SERVICE_ADDRESS
+        rules = [
+            ("INPUT", "-i", "lo", "-d", "127.0.0.1", "-p", "tcp", "--dport", api),
+            ("INPUT", "-i", "lo", "-s", "127.0.0.1", "-p", "tcp", "--sport", api),
+            ("INPUT", "-i", "lo", "-d", _ADDRESS, "-p", "tcp", "--dport", str(self._kubelet_port)),
+            *(("INPUT", "-s", pod, "-d", service) for pod in pods),
+            *(("OUTPUT", "-s", service, "-d", pod) for pod in pods),
+        ]
+        with contextlib.ExitStack() as stack:
+            for rule in rules:
+                self.run_inside("iptables", "-w", "-A", *rule, "-j", "DROP")
+                stack.callback(self.run_inside, "iptables", "-w", "-D", *rule, "-j", "DROP")
+            yield
+
     def start_containerd(self) -> None:
         programs = self.base / "programs"
         path = f"PATH={programs}:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -257,9 +279,15 @@ class Node:
             raise RuntimeError(self.log("containerd"))
         return subprocess.run([*self._ctr, "version"], check=False, capture_output=True).returncode == 0
 
-    def start_kubelet(self) -> None:
+    def start_kubelet(self, **configuration: Any) -> None:
+        """`configuration`: fields that stand in the place of the usual ones, until it is started again."""
+        config = self.base / "kubelet.yaml"
+        if configuration:
+            usual = yaml.safe_load(config.read_text())
+            config = self.base / "kubelet-other.yaml"
+            config.write_text(yaml.safe_dump(usual | configuration))
         arguments = {
-            "config": self.base / "kubelet.yaml",
+            "config": config,
             "kubeconfig": self._kubelet_config,
             "hostname-override": NODE,
             "node-ip": _ADDRESS,
