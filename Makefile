@@ -6,7 +6,7 @@ PYTEST := $(PY) -m pytest
 N ?= 1000
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster cluster-tools lint unit crash-enumerate crash bench venv packages manifests clean kernel
+.PHONY: demo test test-cluster cluster-tools test-floor bench-scale lint unit crash-enumerate crash bench venv packages manifests clean kernel
 
 packages:
 	@tools/system_packages.sh
@@ -34,6 +34,11 @@ test-cluster: venv cluster-tools
 cluster-tools: venv
 	$(PY) tests/cluster/build_tools.py
 
+# The same on the oldest Kubernetes that is supported, without whole nodes and without injection, which needs 1.36. Not in CI.
+test-floor: venv
+	$(PY) tests/cluster/build_tools.py --floor
+	KVTIER_FLOOR=1 $(PYTEST) -q tests/cluster tests/chart
+
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -48,6 +53,10 @@ crash: venv kernel
 
 bench: venv
 	$(PY) -m bench
+
+# A thousand tiers, two thousand nodes and ten thousand volumes on a real API server. About half an hour.
+bench-scale: venv cluster-tools
+	$(PY) -m bench --scale
 
 manifests: venv
 	$(PY) -m kvtier_api.generate

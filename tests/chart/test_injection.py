@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("injection")]
 Json = dict[str, Any]
 DRIVER = "node.kvtier.dev"
 

