@@ -161,12 +161,15 @@ def stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -
 
 
 def in_scope(request: EraseRequest, row: VolumeRow) -> bool:
-    """Whether the request is about the volume: of its tier, not ended, and made before the request was."""
+    """Whether the request is about the volume: of its tier, not ended, and recorded before the request was.
+
+    By the ledger's order, not by time: a clock can be set.
+    """
     return (
         request.scope == ErasureScope.ALL
         and f"{row.tier_namespace}/{row.tier_name}" == request.tier
         and not row.is_terminal
-        and row.created_at <= request.created_at
+        and (row.created_at <= request.created_at if request.after is None else row.sequence <= request.after)
     )
 
 

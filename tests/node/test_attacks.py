@@ -232,11 +232,42 @@ def test_honest_a_clock_that_was_set_back_puts_no_volume_out_of_a_requests_scope
     request = host.node.ledger.add_request("default/demo", "All", "customer left")
     monkeypatch.undo()
     assert in_scope(request, live.row)
-    later = dataclasses.replace(live.row, created_at="2999-01-01T00:00:00.000000Z")
-    assert not in_scope(request, later)
     assert fulfil_requests(host.node, [live])
     assert consumer.process.wait(10) != 0
     assert host.node.ledger.get(live.volume_id).state is VolumeState.ERASED
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same agent", "after a start"])
+def test_honest_a_clock_that_was_set_back_takes_no_later_volume_into_a_requests_scope(
+    host: Host, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = host.tier("SealOnly", ranks=1)
+    live, consumer = host.in_use(tier)
+    consumer.do("keep['fd'] = os.open(f'{slots}/slot.rank_0', os.O_RDWR)\nif os.fork() == 0: time.sleep(600)")
+    host.node.ledger.add_request("default/demo", "All", "customer left")
+    assert fulfil_requests(host.node, [live]) == [], "what it forked holds it: the request stays open"
+    for module in ("ledger.book", "provisioning"):
+        monkeypatch.setattr(f"kvtier_node.{module}.utc_now", lambda: "2001-01-01T00:00:00.000000Z")
+    later, other = host.in_use(tier)
+    monkeypatch.undo()
+    assert host.node.ledger.get(later.volume_id).created_at < host.node.ledger.get(live.volume_id).created_at
+    if again:
+        host.reopen()
+        live, later = host.recover().adopted
+    [request] = host.node.ledger.open_requests()
+    assert in_scope(request, live.row) and not in_scope(request, later.row)
+    os.killpg(consumer.pid, 9)
+    eventually("the end of the request", lambda: fulfil_requests(host.node, [live, later]))
+    assert host.node.ledger.open_requests() == []
+    assert other.process.poll() is None
+    assert host.node.ledger.get(later.volume_id).state is VolumeState.IN_USE
+
+
+def test_honest_a_request_of_a_version_that_noted_no_order_goes_by_time(host: Host) -> None:
+    live = host.provision(host.tier("SealOnly", ranks=1))
+    request = dataclasses.replace(host.node.ledger.add_request("default/demo", "All", "customer left"), after=None)
+    assert in_scope(request, live.row)
+    assert not in_scope(request, dataclasses.replace(live.row, created_at="2999-01-01T00:00:00.000000Z"))
 
 
 def test_honest_what_is_erased_is_not_reported_as_failed_for_a_strangers_file_beside_it(host: Host) -> None:

@@ -181,8 +181,9 @@ class Ledger:
             records.insert_volume(connection, stored)
             return records.insert_transition(connection, stored, before=None, adopted=adopted)
 
-        self._announce(self._database.write(change, essential=adopted))
-        return stored
+        first = self._database.write(change, essential=adopted)
+        self._announce(first)
+        return dataclasses.replace(stored, sequence=first.seq)
 
     def advance(
         self,
@@ -276,7 +277,7 @@ class Ledger:
         return self._database.read(lambda connection: records.get_volume(connection, volume_id))
 
     def volumes(self, states: Iterable[VolumeState] | None = None, tier_uid: str | None = None) -> list[VolumeRow]:
-        """Volumes by age, of these states (None: all) and this tier (None: any)."""
+        """Volumes in the order of their first records, of these states (None: all) and this tier (None: any)."""
         wanted = None if states is None else frozenset(states)
         return self._database.read(lambda connection: records.list_volumes(connection, wanted, tier_uid))
 
@@ -353,14 +354,7 @@ class Ledger:
             f"kvq-{secrets.token_hex(10)}", tier, scope, argument, reason, "Open", utc_now(), None, None, trigger.value
         )
 
-        def change(connection: sqlite3.Connection) -> EraseRequest:
-            # A clock that was set back must not put a volume that is there out of the request's scope.
-            made = max((row.created_at for row in records.list_volumes(connection, None, None)), default="")
-            later = dataclasses.replace(request, created_at=max(request.created_at, made))
-            records.insert_request(connection, later)
-            return later
-
-        return self._database.write(change, essential=True)
+        return self._database.write(lambda connection: records.insert_request(connection, request), essential=True)
 
     def open_requests(self) -> list[EraseRequest]:
         return self._database.read(lambda connection: records.list_requests(connection, only_open=True))

@@ -19,8 +19,11 @@ from kvtier_node.receipts.receipt import Receipt
 
 __all__: list[str] = []
 
-_COLUMNS: Final = tuple(item.name for item in dataclasses.fields(VolumeRow))
+_COLUMNS: Final = tuple(item.name for item in dataclasses.fields(VolumeRow) if item.name != "sequence")
 _JSON: Final = frozenset({"consumer", "spec", "facts"})
+_SELECT: Final = "SELECT *, (SELECT MIN(seq) FROM transitions WHERE transitions.volume_id = volumes.volume_id) AS sequence FROM volumes"
+_AFTER: Final = "request-after:"
+"""Before a request's id: key in `meta` of the number of the last arrow when it was made. Removed with its end."""
 _PLACEHOLDERS: Final = ", ".join(f":{name}" for name in _COLUMNS)
 _INSERT: Final = f"INSERT INTO volumes ({', '.join(_COLUMNS)}, digest) VALUES ({_PLACEHOLDERS}, :digest)"  # noqa: S608
 _UPDATE: Final = (
@@ -49,7 +52,7 @@ def update_volume(connection: sqlite3.Connection, row: VolumeRow) -> None:
 
 
 def get_volume(connection: sqlite3.Connection, volume_id: str) -> VolumeRow:
-    found = connection.execute("SELECT * FROM volumes WHERE volume_id = ?", (volume_id,)).fetchone()
+    found = connection.execute(f"{_SELECT} WHERE volume_id = ?", (volume_id,)).fetchone()
     if found is None:
         raise NotFound("no such volume in the ledger", obj=volume_id, remedy="see 'kvtier status'")
     return _volume(found)
@@ -58,14 +61,14 @@ def get_volume(connection: sqlite3.Connection, volume_id: str) -> VolumeRow:
 def list_volumes(
     connection: sqlite3.Connection, states: AbstractSet[VolumeState] | None, tier_uid: str | None
 ) -> list[VolumeRow]:
-    query, values = "SELECT * FROM volumes WHERE 1", list[str]()
+    query, values = f"{_SELECT} WHERE 1", list[str]()
     if states is not None:
         query += f" AND state IN ({', '.join('?' * len(states))})"
         values += sorted(states)
     if tier_uid is not None:
         query += " AND tier_uid = ?"
         values.append(tier_uid)
-    return [_volume(found) for found in connection.execute(query + " ORDER BY created_at, volume_id", values)]
+    return [_volume(found) for found in connection.execute(query + " ORDER BY sequence, volume_id", values)]
 
 
 def _values(row: VolumeRow) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def _volume(found: sqlite3.Row) -> VolumeRow:
         values |= {"state": VolumeState(values["state"]), "backend": BackendName(values["backend"])}
     except (ValueError, TypeError) as error:
         raise LedgerDamaged(f"a volume's row cannot be read: {error}", obj=str(found["volume_id"])) from error
-    return VolumeRow(**values)
+    return VolumeRow(**values, sequence=found["sequence"] or 0)
 
 
 # -- transitions
@@ -168,8 +171,13 @@ def head(connection: sqlite3.Connection) -> Head:
 # -- requests and events
 
 
-def insert_request(connection: sqlite3.Connection, request: EraseRequest) -> None:
-    connection.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", dataclasses.astuple(request))
+def insert_request(connection: sqlite3.Connection, request: EraseRequest) -> EraseRequest:
+    """Put it on record, as the newest: after every arrow that is there."""
+    last = connection.execute("SELECT MAX(seq) FROM transitions").fetchone()[0] or 0
+    values = dataclasses.astuple(request)[:-1]
+    connection.execute("INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    connection.execute("INSERT INTO meta VALUES (?, ?)", (f"{_AFTER}{request.id}", str(last)))
+    return dataclasses.replace(request, after=last)
 
 
 def update_request(connection: sqlite3.Connection, request: EraseRequest) -> None:
@@ -177,11 +185,13 @@ def update_request(connection: sqlite3.Connection, request: EraseRequest) -> Non
         "UPDATE requests SET state = ?, done_at = ?, result = ? WHERE id = ?",
         (request.state, request.done_at, request.result, request.id),
     )
+    connection.execute("DELETE FROM meta WHERE key = ?", (f"{_AFTER}{request.id}",))
 
 
 def list_requests(connection: sqlite3.Connection, *, only_open: bool) -> list[EraseRequest]:
     where = " WHERE state = 'Open'" if only_open else ""
-    rows = connection.execute(f"SELECT * FROM requests{where} ORDER BY created_at, id")  # noqa: S608
+    after = f"(SELECT CAST(value AS INTEGER) FROM meta WHERE key = '{_AFTER}' || id)"  # noqa: S608
+    rows = connection.execute(f"SELECT *, {after} FROM requests{where} ORDER BY rowid")  # noqa: S608
     return [EraseRequest(*row) for row in rows]
 
 

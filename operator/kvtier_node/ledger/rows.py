@@ -58,7 +58,11 @@ class ArrowRefused(LedgerError):
 
 @dataclass(frozen=True)
 class VolumeRow:
-    """One volume. `place` is the absolute path of its directory; times are UTC, set by the ledger."""
+    """One volume. `place` is the absolute path of its directory; times are UTC, set by the ledger.
+
+    `sequence` is the number of its first arrow: of two volumes, the one that was recorded first has the smaller, whatever
+    the clock said. The ledger gives it with each row that it reads; it is no column of the volume's own.
+    """
 
     volume_id: str
     tier_uid: str
@@ -82,6 +86,7 @@ class VolumeRow:
     created_at: str = ""
     updated_at: str = ""
     state_since: str = ""
+    sequence: int = 0
 
     @property
     def is_terminal(self) -> bool:
@@ -117,6 +122,8 @@ class EraseRequest:
     """A wish of `kvtier erase`, or of a manifest that was removed (`trigger` Deletion).
 
     `scope` is All, Tenant or OlderThan, with `argument` (a tenant's hash, or seconds); or ABANDON with a volume's id.
+    `after` is the number of the ledger's last arrow when it was made: a volume with a greater `sequence` was made after it.
+    None: it was recorded by a version that noted none.
     """
 
     id: str
@@ -129,6 +136,7 @@ class EraseRequest:
     done_at: str | None
     result: str | None
     trigger: str = "Request"
+    after: int | None = None
 
 
 @dataclass(frozen=True)
