@@ -7,9 +7,11 @@ The first thing that happens to an object is that it becomes one of these. An ob
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
@@ -193,6 +195,17 @@ class AgentFacts:
         return self.namespace, self.name
 
 
+@lru_cache(maxsize=4096)
+def _seen(status: ConditionStatus, reason: str, message: str) -> Seen:
+    """One value for all volumes that say the same: most do."""
+    return Seen({ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}.get(status), reason, message)
+
+
+def _shared(text: str | None) -> str | None:
+    """One string for all objects that have it: each is decoded to strings of its own."""
+    return None if text is None else sys.intern(text)
+
+
 def key_of(body: Body) -> Key:
     metadata = body["metadata"]
     return str(metadata.get("namespace", "")), str(metadata["name"])
@@ -238,31 +251,30 @@ def volume_facts(body: Body) -> VolumeFacts:
         return _unreadable_volume(body, str(error))
     meta, spec, status = volume.metadata, volume.spec, volume.status
     ranks = [rank.size_bytes for rank in status.rank_files] if status is not None else []
-    words = {ConditionStatus.TRUE: True, ConditionStatus.FALSE: False}
     return VolumeFacts(
-        namespace=meta.namespace,
+        namespace=sys.intern(meta.namespace),
         name=meta.name,
         uid=meta.uid or "",
         version=meta.resource_version or "0",
-        tier_name=spec.tier_ref.name,
-        tier_uid=spec.tier_ref.uid,
-        node_name=spec.node_name,
+        tier_name=sys.intern(spec.tier_ref.name),
+        tier_uid=_shared(spec.tier_ref.uid),
+        node_name=sys.intern(spec.node_name),
         created_at=meta.creation_timestamp or _EPOCH,
         state=status.state if status is not None else VolumeState.PLANNED,
         state_since=status.state_since if status is not None else None,
         backend=spec.backend,
-        boot_id=status.boot_id if status is not None else None,
-        system_uuid=meta.annotations.get(SYSTEM_UUID),
+        boot_id=_shared(status.boot_id) if status is not None else None,
+        system_uuid=_shared(meta.annotations.get(SYSTEM_UUID)),
         size_bytes=spec.size_per_rank * spec.ranks,
         bytes_per_rank=max(ranks) if ranks else None,
         residual_bytes=status.residual_bytes if status is not None else None,
         receipt=status.last_receipt if status is not None else None,
         reason=(status.reason or "") if status is not None else "",
         deleting=meta.deletion_timestamp is not None,
-        finalizers=tuple(meta.finalizers),
+        finalizers=tuple(sys.intern(it) for it in meta.finalizers),
         abandon=meta.annotations.get(ABANDON),
         conditions={
-            condition.type: Seen(words.get(condition.status), condition.reason, condition.message)
+            sys.intern(condition.type): _seen(condition.status, condition.reason, condition.message)
             for condition in (status.conditions if status is not None else ())
         },
     )

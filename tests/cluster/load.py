@@ -41,7 +41,7 @@ _MEASURED = (
     (
         ConditionType.ENCRYPTED,
         Reason.KERNEL_KEY_MEASURED,
-        "fscrypt policy v2, key present, AES-256-XTS, as the kernel says",
+        "{}: fscrypt policy v2, key present, AES-256-XTS, as the kernel says",
     ),
     (ConditionType.SALT_ENFORCED, Reason.SALT_REQUIRED, "the engine refuses blocks of requests without a trusted salt"),
     (ConditionType.RETENTION_ENFORCED, Reason.SLOTS_SAMPLED_SEALED, "sealed slots; keys are dropped after 24h"),
@@ -75,10 +75,11 @@ class FleetVolume:
 class AuditMark:
     """Writes of a user since the mark was set, by verb and resource: {"patch kvcachevolumes": 3}. The Lease is left out."""
 
-    def __init__(self, plane: ControlPlane, *users: str) -> None:
+    def __init__(self, plane: ControlPlane, *users: str, since: int | None = None) -> None:
+        """`since`: a place in the log; left out, its end."""
         self._plane = plane
         self._users = frozenset(users)
-        self._offset = plane.audit_log.stat().st_size
+        self._offset = plane.audit_log.stat().st_size if since is None else since
 
     def writes(self) -> Counter[str]:
         """Refused ones (codes from 400 on) have their code behind the resource."""
@@ -214,7 +215,9 @@ class Fleet:
         found = [
             Finding(type_, False, changes[type_.name], "refuted")
             if type_.name in changes
-            else Finding(type_, True if usable else None, reason if usable else Reason.PROVISIONING, message)
+            else Finding(
+                type_, usable or None, reason if usable else Reason.PROVISIONING, message.format(row.volume_id)
+            )
             for type_, reason, message in _MEASURED
         ]
         status = volume_status(row, None, written_down(found, (), generation=1, now=datetime.now(UTC)))
@@ -257,8 +260,14 @@ class Fleet:
             answer.close()
 
     async def all_tiers(self) -> list[Json]:
-        found: list[Json] = (await self._send("GET", f"{_GROUP}/kvcachetiers"))["items"]
-        return found
+        return await self.all("kvcachetiers")
+
+    async def all(self, plural: str) -> list[Json]:
+        """In all namespaces. Items of a list have no kind of their own: it is added."""
+        root = "/api/v1" if plural in ("nodes", "pods") else _GROUP
+        page = await self._send("GET", f"{root}/{plural}")
+        kind = {"apiVersion": page["apiVersion"], "kind": page["kind"].removesuffix("List")}
+        return [kind | item for item in page["items"]]
 
     # -- sending
 
