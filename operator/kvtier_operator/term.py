@@ -33,7 +33,8 @@ from kvtier_operator.work_queue import WorkQueue
 __all__ = ["Term"]
 
 log = structlog.get_logger(__name__)
-_WORKERS: Final = 4
+_WORKERS: Final = 16
+"""Tiers at once. Each waits for the API server most of its time; what is slow there must not make others wait."""
 _CANARY: Final[Key] = ("", "")
 _CANARY_S: Final = 10.0
 _PAUSE_S: Final = 2.0
