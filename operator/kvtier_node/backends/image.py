@@ -99,7 +99,9 @@ def devices_of(place: Directory, request: VolumeRequest) -> list[loop.LoopDevice
     """The volume's loop devices, also where its image has lost its name, or has another one beside it.
 
     An inode number alone proves nothing once the file is gone: another file may have it. Then the name under which the
-    kernel attached the image must be the place's own. Raises EraseIncomplete where that can't be told.
+    kernel attached the image must be the place's own, or end like it: when the container that attached it was replaced, the
+    kernel's path begins where that container's mount did (ANOLISA#2965), and the volume's id is in it still. Raises
+    EraseIncomplete where that can't be told.
     """
     try:
         fd = open_image(place, request, os.O_RDONLY)
@@ -113,10 +115,11 @@ def devices_of(place: Directory, request: VolumeRequest) -> list[loop.LoopDevice
     if request.image is None:
         return []
     own = f"{place.path}/{IMAGE_NAME}"
+    own_end = f"/{os.path.basename(place.path)}/{IMAGE_NAME}"
     found = []
     for device in loop.find_by_backing(request.image.device, request.image.inode):
         backing = loop.backing_path(device)
-        if backing in (own, f"{own} (deleted)"):
+        if backing is not None and backing.removesuffix(" (deleted)").endswith(own_end):
             found.append(device)
         elif backing is not None and not _is_another_file(backing, request.image):
             raise EraseIncomplete(
