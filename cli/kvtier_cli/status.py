@@ -95,7 +95,7 @@ def _gather(state_dir: str, manifests: str, *, all_volumes: bool) -> dict[str, A
 
 
 def _status_files(state_dir: str) -> dict[str, KVCacheTier]:
-    from kvtier_node.tier_status import StatusFiles
+    from kvtier_node.status_files import StatusFiles
 
     tiers, bad = StatusFiles(state_dir).load()
     for path, error in bad:

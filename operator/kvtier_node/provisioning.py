@@ -27,6 +27,7 @@ from kvtier_node.live import LiveVolume, request_of
 from kvtier_node.node import Node, namespace_of, uid_of
 from kvtier_node.paths import Directory
 from kvtier_node.receipts import PlaceRecord, Technique, utc_now
+from kvtier_node.tier_paths import refuse_nested
 
 __all__ = ["choose_backend", "provision", "refuse_too_large", "start"]
 
@@ -38,9 +39,10 @@ def provision(
 
     `facts` are on record with the volume from its first record on.
 
-    Nothing half-made stays behind when it raises: NotPermitted, UnsafePath, ForeignData, BackendUnavailable,
-    InsufficientSpace, KernelError.
+    Nothing half-made stays behind when it raises: InvalidResource (its path and another tier's), NotPermitted, UnsafePath,
+    ForeignData, BackendUnavailable, InsufficientSpace, KernelError.
     """
+    refuse_nested(node, tier)  # before its directory is made
     with node.places.tier_directory(tier.spec.path, create=True) as directory:
         node.places.refuse_foreign(
             directory,
@@ -58,12 +60,13 @@ def provision(
             row = _planned(node, tier, backend, f"{directory.path}/{volume_id}", uid=uid, gid=gid)
             row.facts.update(facts or {})
             row.facts["file_system"] = os.fstatvfs(directory.fd).f_fsid
-            node.ledger.plan(row)
+            row = node.ledger.plan(row)
         except BaseException:
             guardian.close(ended=True)
             raise
         live = LiveVolume(row, guardian)
         try:
+            refuse_nested(node, tier)  # again: another process may have recorded a volume between the two
             _make(node, live, tier, backend=backend, directory=directory, reasons=reasons)
         except BaseException as error:
             _undo(node, live, error)

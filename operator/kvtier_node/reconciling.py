@@ -28,9 +28,10 @@ from kvtier_node.measuring import VolumeMeasurement
 from kvtier_node.metrics import AgentMetrics, Snapshot
 from kvtier_node.node import Node
 from kvtier_node.receipts import Receipt
+from kvtier_node.status_files import StatusFiles
 from kvtier_node.threads import Threads
 from kvtier_node.tier_check import TierCheck, check_tier
-from kvtier_node.tier_status import StatusFiles, status_of
+from kvtier_node.tier_status import status_of
 
 __all__ = ["Reconciler"]
 
@@ -45,6 +46,11 @@ DELETION: Final = "the tier's manifest was removed"
 
 def _key_of_row(row: VolumeRow) -> str:
     return f"{row.tier_namespace}/{row.tier_name}"
+
+
+def _declared_at(tier: KVCacheTier, at: datetime | None) -> KVCacheTier:
+    """With the time since when it is declared here, which no manifest says."""
+    return tier.model_copy(update={"metadata": tier.metadata.model_copy(update={"creation_timestamp": at})})
 
 
 class Reconciler:
@@ -158,8 +164,9 @@ class Reconciler:
         for known in [key for key in self._said if key.startswith("bad:")]:
             if known.removeprefix("bad:") not in {bad.path for bad in found.bad}:
                 del self._said[known]
+        now = self.now().replace(microsecond=0)  # as it is written down
         for key, tier in found.tiers.items():
-            self._accept(key, tier, found)
+            self._accept(key, tier, found, now)
         # Missing twice in a row: some editors remove a file for a moment when they save it.
         missing = set(self._accepted) - set(found.tiers) - self._deleting if found.complete else set()
         for key in missing & self._missing:
@@ -167,7 +174,7 @@ class Reconciler:
         self._missing = missing
         return found
 
-    def _accept(self, key: str, tier: KVCacheTier, found: Manifests) -> None:
+    def _accept(self, key: str, tier: KVCacheTier, found: Manifests, now: datetime) -> None:
         """Put a tier in force, unless it changes what cannot be changed: then the one in force stays."""
         accepted = self._accepted if self._accepted is not None else {}
         old = accepted.get(key)
@@ -183,7 +190,7 @@ class Reconciler:
         if old is None or old.spec != tier.spec:
             self._log.info("tier", tier=key, file=found.origin[key], change="declared" if old is None else "changed")
             self._checks.pop(key, None)
-        accepted[key] = tier
+        accepted[key] = _declared_at(tier, now if old is None else old.metadata.creation_timestamp)
 
     def _delete(self, key: str) -> None:
         """The manifest is gone. Every guardian ends the consumers and erases, as deletionPolicy Erase says."""

@@ -13,6 +13,7 @@ from kvtier_api.errors import (
     BackendUnavailable,
     ForeignData,
     InsufficientSpace,
+    InvalidResource,
     KvtierError,
     NotPermitted,
     UnsafePath,
@@ -23,12 +24,14 @@ from kvtier_api.volume import BackendName
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.node import Node
 from kvtier_node.provisioning import choose_backend, refuse_too_large
+from kvtier_node.tier_paths import refuse_nested
 
 __all__ = ["TierCheck", "check_tier"]
 
 _REASONS: Final[tuple[tuple[type[KvtierError], Reason], ...]] = (
     (UnsafePath, Reason.UNSAFE_PATH),  # before NotPermitted, which it is a kind of
     (NotPermitted, Reason.PATH_NOT_ALLOWED),
+    (InvalidResource, Reason.INVALID_SPEC),
     (ForeignData, Reason.FOREIGN_DATA),
     (InsufficientSpace, Reason.INSUFFICIENT_SPACE),
     (BackendUnavailable, Reason.BACKEND_UNAVAILABLE),
@@ -48,6 +51,7 @@ class TierCheck:
 def check_tier(node: Node, tier: KVCacheTier) -> TierCheck:
     """Look now. Raises nothing that is about the tier."""
     try:
+        refuse_nested(node, tier)
         with node.places.tier_directory(tier.spec.path, create=True) as directory:
             path = directory.path
 

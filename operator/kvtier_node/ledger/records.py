@@ -21,7 +21,10 @@ __all__: list[str] = []
 
 _COLUMNS: Final = tuple(item.name for item in dataclasses.fields(VolumeRow) if item.name != "sequence")
 _JSON: Final = frozenset({"consumer", "spec", "facts"})
-_SELECT: Final = "SELECT *, (SELECT MIN(seq) FROM transitions WHERE transitions.volume_id = volumes.volume_id) AS sequence FROM volumes"
+_SELECT: Final = (
+    "SELECT *, (SELECT MIN(seq) FROM transitions WHERE transitions.volume_id = volumes.volume_id) AS sequence"
+    " FROM volumes"
+)
 _AFTER: Final = "request-after:"
 """Before a request's id: key in `meta` of the number of the last arrow when it was made. Removed with its end."""
 _PLACEHOLDERS: Final = ", ".join(f":{name}" for name in _COLUMNS)

@@ -105,6 +105,23 @@ def test_foreign_data_in_the_tiers_directory_blocks_and_is_on_record(
     assert [event.object for event in events] == ["KVCacheTier default/chat"]
 
 
+def test_a_tier_below_another_ones_directory_is_refused_with_both_named_and_the_first_goes_on(
+    serving: Kubelet, new_pod: Callable[..., Pod]
+) -> None:
+    path = serving.base / "tiers" / "chat"
+    serving.declare_tier("nested", path=str(path / "b"))
+    first = new_pod()
+    serving.publish(first)
+    for _ in range(2):
+        code, text = refused(serving, new_pod(tier="nested"))
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        for part in ("default/nested", f"{path}/b", "default/chat", f"{path},", "neither below nor above"):
+            assert part in text
+    assert not (path / "b").exists()
+    assert len(serving.rows()) == 1
+    serving.publish(new_pod())
+
+
 def test_foreign_data_is_counted_for_the_alert_until_a_volume_of_the_tier_is_made(
     serving: Kubelet, new_pod: Callable[..., Pod]
 ) -> None:
