@@ -6,10 +6,11 @@ Plain dictionaries go in and come out. Watching is kopf's (`watching`). A client
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import httpx2
+import msgspec
 from lightkube import AsyncClient, KubeConfig
 from lightkube.core.exceptions import ApiError
 from lightkube.core.generic_client import BasicRequest
@@ -18,12 +19,14 @@ from lightkube.types import PatchType
 from kvtier_operator.facts import Body
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import Kind
+from kvtier_operator.listing import Listed, page
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.names import FIELD_MANAGER
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
 
 __all__ = ["EVERYWHERE", "LIST_CHUNK", "Kube"]
 
+AnswerT = TypeVar("AnswerT")
 EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
 _LONGEST_WAIT_S: Final = 60.0
@@ -46,6 +49,13 @@ class Kube:
     async def list(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Body]:
+        """All objects, as `listed` has them."""
+        async for item in self.listed(kind, namespace, labels=labels, fields=fields):
+            yield item.body()
+
+    async def listed(
+        self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
+    ) -> AsyncIterator[Listed]:
         """All objects, in chunks, as the API server has them now (no resourceVersion: a quorum read). Raises ApiProblem."""
         selectors: dict[str, Any] = {}
         if labels:
@@ -54,12 +64,10 @@ class Kube:
             selectors["fieldSelector"] = fields
         selectors["limit"] = LIST_CHUNK
         while True:
-            page = await self._get(_url(kind, namespace), selectors, "list", kind)
-            for item in page.get("items") or ():
-                item.setdefault("apiVersion", page.get("apiVersion"))
-                item.setdefault("kind", str(page.get("kind", "")).removesuffix("List"))
+            request = BasicRequest("GET", _url(kind, namespace), kind, params=dict(selectors))
+            items, following = await self._send(request, "list", kind, page)
+            for item in items:
                 yield item
-            following = (page.get("metadata") or {}).get("continue")
             if not following:
                 return
             selectors["continue"] = following
@@ -107,7 +115,7 @@ class Kube:
         await self._write("delete", "DELETE", url, kind, options, "application/json")
 
     async def _get(self, url: str, params: Mapping[str, Any], verb: str, kind: Kind) -> dict[str, Any]:
-        return await self._send(BasicRequest("GET", url, kind, params=dict(params)), verb, kind)
+        return await self._send(BasicRequest("GET", url, kind, params=dict(params)), verb, kind, _object)
 
     async def _write(  # noqa: PLR0917
         self,
@@ -123,9 +131,9 @@ class Kube:
             self._fence.check()
         query = {"fieldManager": FIELD_MANAGER, **(params or {})} if method != "DELETE" else {}
         request = BasicRequest(method, url, kind, params=query, data=dict(body), headers={"Content-Type": content_type})
-        return await self._send(request, verb, kind)
+        return await self._send(request, verb, kind, _object)
 
-    async def _send(self, request: BasicRequest, verb: str, kind: Kind) -> dict[str, Any]:
+    async def _send(self, request: BasicRequest, verb: str, kind: Kind, decode: Callable[[bytes], AnswerT]) -> AnswerT:
         # lightkube's adapter signs, refreshes tokens and decodes; its public calls know no delete with preconditions.
         adapter: Any = self._client._client
         started = time.monotonic()
@@ -134,12 +142,16 @@ class Kube:
             response = await adapter.send(adapter.build_adapter_request(request))
             code = str(response.status_code)
             adapter.raise_for_status(response)
-            answer = response.json()
-        except (httpx2.HTTPError, ValueError) as error:
+            return decode(response.content)
+        except (httpx2.HTTPError, ValueError, msgspec.MsgspecError) as error:
             raise _problem(error, request.url) from error
         finally:
             self._metrics.api_request(verb, kind.__name__, code, time.monotonic() - started)
-        return answer if isinstance(answer, dict) else {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    answer = msgspec.json.decode(text)
+    return answer if isinstance(answer, dict) else {}
 
 
 def _url(kind: Kind, namespace: str | None) -> str:

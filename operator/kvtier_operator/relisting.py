@@ -20,7 +20,6 @@ from kvtier_operator.facts import (
     VolumeFacts,
     agent_facts,
     erasure_facts,
-    identity,
     node_facts,
     tier_facts,
     volume_facts,
@@ -61,9 +60,9 @@ async def _listed(  # noqa: PLR0917
     labels: str = "",
 ) -> list[Fact]:
     found: list[Fact] = []
-    async for body in kube.list(kind, namespace, labels=labels):
+    async for item in kube.listed(kind, namespace, labels=labels):
         try:
-            found.append(view.known(facts, *identity(body)) or parse(body))
+            found.append(view.known(facts, *item.identity) or parse(item.body()))
         except InvalidResource as error:
             log.warning("an object cannot be read", kind=kind.__name__, error=str(error))
     return found
