@@ -13,6 +13,8 @@ import pytest
 from exported import Exported, of_the_agent, of_the_controller
 from rendering import ROOT, Json, Rendered
 
+from kvtier_api.meta import ConditionType
+
 EVERYTHING: Json = {
     "metrics": {it: {"enabled": True} for it in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")}
 }
@@ -60,6 +62,16 @@ def test_the_document_lists_what_is_exported_and_nothing_else(
         name: Exported(name, it.type, it.labels, it.help.rstrip("."), frozenset()) for name, it in exported().items()
     }
     assert _documented(section) == found
+
+
+def test_no_document_names_a_metric_that_is_not_exported() -> None:
+    exported = {
+        name for it in (*of_the_agent().values(), *of_the_controller().values()) for name in (it.name, *it.series)
+    }
+    modules = {path.name for path in ROOT.glob("*/kvtier_*")}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        named = set(re.findall(r"\bkvtier_[a-z_]*[a-z]\b", path.read_text())) - modules
+        assert named <= exported, f"{path.name} names {sorted(named - exported)}"
 
 
 # -- queries
@@ -141,6 +153,11 @@ class _Labels:
         self.metrics.add(node.name)
         labels = self._series[node.name]
         self._need({matcher.name for matcher in node.matchers.matchers}, labels, node.name)
+        self.problems += [
+            f"no condition is called {matcher.value}"
+            for matcher in node.matchers.matchers
+            if matcher.name == "type" and matcher.op == promql.MatchOp.Equal and matcher.value not in set(ConditionType)
+        ]
         return labels
 
     def _need(self, wanted: Any, there: frozenset[str], what: str) -> None:
@@ -162,6 +179,7 @@ def test_each_query_parses_and_names_only_metrics_and_labels_that_exist(rendered
     [
         ("sum by (pod) (kvtier_tier_bytes)", "has no label pod"),
         ('kvtier_tier_condition{condition="Encrypted"}', "has no label condition"),
+        ('kvtier_tier_condition{type="Encryption"}', "no condition is called Encryption"),
         ("rate(kvtier_erase_seconds_bucket[5m])", "no process exports kvtier_erase_seconds_bucket"),
     ],
 )
