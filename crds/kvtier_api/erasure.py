@@ -102,6 +102,8 @@ class ErasedVolume(StatusModel):
     begin: MicroTime
     end: MicroTime | None = None
     verified: Flag = False
+    deadline_met: Flag | None = None
+    """Whether it was done within scrub.deadline. Left out where the time of the consumer's end is not known."""
     bytes: Count | None = None
     not_covered: list[Annotated[str, Field(max_length=1024)]] | None = Field(default=None, max_length=16)
     """What the erasure does not reach."""

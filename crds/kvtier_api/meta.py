@@ -255,18 +255,21 @@ def set_condition(
     generation: int | None = None,
     now: datetime,
 ) -> list[Condition]:
-    """A new list with one condition set; `lastTransitionTime` changes only when the status does.
+    """A new list with one condition set; `lastTransitionTime` changes only when the status does, and never goes back.
 
     `status` may be True, False or None (Unknown). `generation` is the object's that was observed.
     """
     if not isinstance(status, ConditionStatus):
         status = {True: ConditionStatus.TRUE, False: ConditionStatus.FALSE, None: ConditionStatus.UNKNOWN}[status]
     old = find_condition(conditions, type)
+    if old is not None:
+        # The clock that wrote the old one may have been ahead, and this one set back since.
+        now = old.last_transition_time if old.status == status else max(now, old.last_transition_time)
     new = Condition(
         type=type.value,
         status=status,
         observed_generation=generation,
-        last_transition_time=old.last_transition_time if old is not None and old.status == status else now,
+        last_transition_time=now,
         reason=reason.value,
         message=message,
     )

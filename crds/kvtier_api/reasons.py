@@ -14,6 +14,7 @@ class Reason(StrEnum):
     MEASURED = "Measured"
     MEASUREMENT_FAILED = "MeasurementFailed"
     NODE_UNREACHABLE = "NodeUnreachable"
+    NOT_IN_LEDGER = "NotInLedger"
     NO_VOLUMES = "NoVolumes"
     INVALID_SPEC = "InvalidSpec"
     # Ready
@@ -72,6 +73,7 @@ REASONS: Final[dict[Reason, str]] = {
     Reason.MEASURED: "Measured; the message says what and where.",
     Reason.MEASUREMENT_FAILED: "A measurement failed; the message gives the error.",
     Reason.NODE_UNREACHABLE: "A node that holds a volume does not report; its volumes still count.",
+    Reason.NOT_IN_LEDGER: "The node answers, and its ledger has no such volume; the volume still counts.",
     Reason.NO_VOLUMES: "The tier has no volume, so there is nothing to measure.",
     Reason.INVALID_SPEC: "The spec does not hold; the message names the field and the remedy.",
     Reason.ALL_GUARANTEES_HOLD: "Every other condition that the tier needs is True.",

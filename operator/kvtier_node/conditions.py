@@ -48,7 +48,7 @@ class VolumeFacts:
 
 @dataclass(frozen=True)
 class TierFacts:
-    """All that is known of a tier at `now`. `missed`: receipt or volume id of an erasure after its deadline."""
+    """All that is known of a tier at `now`. `missed`: receipt of the last erasure, if it was after its deadline."""
 
     tier: KVCacheTier
     now: datetime
@@ -180,7 +180,7 @@ def retention_enforced(facts: TierFacts) -> Finding:
 
 
 def scrubbed(facts: TierFacts) -> Finding:
-    """Whether something is left of a consumer that ended, and whether it went in time."""
+    """Whether something is left of a consumer that ended, now. That it went late is on its receipt, and said beside it."""
 
     def found(status: bool | None, reason: Reason, message: str) -> Finding:
         return Finding(ConditionType.SCRUBBED, status, reason, message)
@@ -194,11 +194,12 @@ def scrubbed(facts: TierFacts) -> Finding:
         return found(False, Reason.ERASE_INCOMPLETE, _each(failing))
     if facts.abandoned:
         return found(False, Reason.ABANDONED, f"{facts.abandoned} place(s) were given up; nothing is claimed of them")
-    if facts.missed:
-        return found(False, Reason.DEADLINE_MISSED, f"erased, but after the deadline: {facts.missed}")
     if ending:
         return found(None, Reason.ERASING, _each((v.row, "being erased, within its deadline") for v in ending))
-    return found(True, Reason.NOTHING_LEFT, "no volume of an ended consumer is on record as not erased")
+    text = "no volume of an ended consumer is on record as not erased"
+    if facts.missed:
+        text = f"{text}; the last erasure was after its deadline: {facts.missed}"
+    return found(True, Reason.NOTHING_LEFT, text)
 
 
 def host_hardened(facts: TierFacts) -> Finding:

@@ -1,7 +1,8 @@
 """Which events a change is worth: pure functions of before and after, so that nothing is said twice and nothing on a timer.
 
 A tier's events come from its stored status before and after, so a restarted controller does not repeat them. A volume's
-come from the state that this controller saw last; what happened while none ran is in the status and in the receipts.
+come from the state that this controller saw last; what happened while none ran is in the status. What must be told
+whether or not a controller runs is told by the node that did it or found it: `Erased`, `DeadlineMissed`, `ForeignData`.
 """
 
 from __future__ import annotations
@@ -48,11 +49,9 @@ class Announcement:
 
 
 _BY_CONDITION: Final[dict[tuple[ConditionType, Reason], EventReason]] = {
-    (ConditionType.SCRUBBED, Reason.DEADLINE_MISSED): EventReason.DEADLINE_MISSED,
     (ConditionType.SCRUBBED, Reason.ERASE_INCOMPLETE): EventReason.ERASE_INCOMPLETE,
     (ConditionType.SCRUBBED, Reason.NODE_UNREACHABLE): EventReason.NODE_UNREACHABLE,
-    (ConditionType.PROVISIONED, Reason.FOREIGN_DATA): EventReason.FOREIGN_DATA,
-    (ConditionType.MAPPED, Reason.FOREIGN_DATA): EventReason.FOREIGN_DATA,
+    (ConditionType.SCRUBBED, Reason.NOT_IN_LEDGER): EventReason.NOT_IN_LEDGER,
     (ConditionType.ENCRYPTED, Reason.NOT_ENCRYPTED): EventReason.NOT_ENCRYPTED,
     (ConditionType.ENCRYPTED, Reason.PLAINTEXT_FOUND): EventReason.NOT_ENCRYPTED,
     (ConditionType.RETENTION_ENFORCED, Reason.MAX_AGE_EXCEEDED): EventReason.MAX_AGE_EXCEEDED,
@@ -143,9 +142,6 @@ def _of_state(volume: VolumeFacts, on_tier: Regarding, about: Regarding, where: 
             ]
         case VolumeState.FAILED:
             return [Announcement(about, EventReason.STORE_FAILED, volume.reason or "failed")]
-        case VolumeState.ERASED:
-            receipt = f"receipt {volume.receipt.id}" if volume.receipt is not None else "no receipt named"
-            return [Announcement(on_tier, EventReason.ERASED, f"{where}: {receipt}")]
         case VolumeState.ABANDONED:
             text = f"{where}: {volume.reason or 'no reason recorded'}"
             both = [Announcement(about, EventReason.ABANDONED, text)]

@@ -86,15 +86,16 @@ def retention_enforced(tier: Tier) -> Finding:
 
 
 def scrubbed(tier: Tier) -> Finding:  # noqa: PLR0911  (one return for each answer, the worst first)
-    """Whether something may be left of a consumer that ended.
+    """Whether something may be left, now, of a consumer that ended.
 
-    Volumes that are final still speak here: one that was erased late, or given up, is not taken back.
+    A place that was given up is not taken back. One that was erased late is erased: that it was late is on its record
+    (`deadlineMet`), in the node's metric and in an event, not in a condition that nobody could turn any more.
     """
 
     def found(status: bool | None, reason: Reason, message: str) -> Finding:
         return Finding(ConditionType.SCRUBBED, status, reason, message)
 
-    refuted = [(p, seen) for p in tier.places if (seen := _seen(p, ConditionType.SCRUBBED)) and seen.status is False]
+    refuted = [(p, seen) for p in tier.counting if (seen := _seen(p, ConditionType.SCRUBBED)) and seen.status is False]
     if refuted:
         return found(
             False, _reason(refuted[0][1], Reason.ERASE_INCOMPLETE), _each((p, seen.message) for p, seen in refuted)
@@ -203,7 +204,9 @@ def _silent(type_: ConditionType, places: Iterable[Place]) -> Finding | None:
     silent = [place for place in places if place.unheard]
     if not silent:
         return None
-    return Finding(type_, None, Reason.NODE_UNREACHABLE, _each((place, place.unheard) for place in silent))
+    away = any(place.silence is Reason.NODE_UNREACHABLE for place in silent)
+    text = _each((place, place.unheard) for place in silent)
+    return Finding(type_, None, Reason.NODE_UNREACHABLE if away else silent[0].silence, text)
 
 
 def _seen(place: Place, type_: ConditionType) -> Seen | None:

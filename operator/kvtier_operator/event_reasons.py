@@ -17,14 +17,12 @@ class EventReason(StrEnum):
     STORE_CREATED = "StoreCreated"
     STORE_IN_USE = "StoreInUse"
     ERASURE_BEGUN = "ErasureBegun"
-    ERASED = "Erased"
     STORE_FAILED = "StoreFailed"
-    DEADLINE_MISSED = "DeadlineMissed"
     ERASE_INCOMPLETE = "EraseIncomplete"
-    FOREIGN_DATA = "ForeignData"
     NOT_ENCRYPTED = "NotEncrypted"
     MAX_AGE_EXCEEDED = "MaxAgeExceeded"
     NODE_UNREACHABLE = "NodeUnreachable"
+    NOT_IN_LEDGER = "NotInLedger"
     KEYS_LOST = "KeysLost"
     ABANDONED = "Abandoned"
     ABANDON_REFUSED = "AbandonRefused"
@@ -61,16 +59,11 @@ EVENT_REASONS: Final[dict[EventReason, Explained]] = {
     ),
     EventReason.STORE_IN_USE: Explained("Normal", _VOLUME, "A consumer was given the volume."),
     EventReason.ERASURE_BEGUN: Explained("Normal", _VOLUME, "The consumer ended; the erasure began."),
-    EventReason.ERASED: Explained("Normal", _TIER, "A volume was erased; the note names the receipt."),
     EventReason.STORE_FAILED: Explained(
         "Warning", _VOLUME, "A step of the volume's life failed; the node agent tries again."
     ),
-    EventReason.DEADLINE_MISSED: Explained("Warning", _TIER, "An erasure took longer than scrub.deadline."),
     EventReason.ERASE_INCOMPLETE: Explained(
         "Warning", _TIER, "A key or bytes may still be reachable; the note says where."
-    ),
-    EventReason.FOREIGN_DATA: Explained(
-        "Warning", _TIER, "Something lies at a place that kvtier did not put there. It was not touched."
     ),
     EventReason.NOT_ENCRYPTED: Explained(
         "Warning", _TIER, "A node measured that a volume is not encrypted, or found plaintext in it."
@@ -80,6 +73,11 @@ EVENT_REASONS: Final[dict[EventReason, Explained]] = {
     ),
     EventReason.NODE_UNREACHABLE: Explained(
         "Warning", _TIER, "A node that holds a volume does not report. The volume still counts."
+    ),
+    EventReason.NOT_IN_LEDGER: Explained(
+        "Warning",
+        _TIER,
+        "A node answers, and its ledger does not have a volume that it made. The volume still counts; the note has the remedy.",
     ),
     EventReason.KEYS_LOST: Explained(
         "Normal", _TIER, "A node runs under another boot id: the keys of the named volume went with its memory."

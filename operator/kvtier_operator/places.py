@@ -1,4 +1,4 @@
-"""Volumes beside what is known of their nodes now: can the node be heard, and are the keys provably gone.
+"""Volumes beside what is known of their nodes now: can the node speak for the volume, and are the keys provably gone.
 
 A node is heard when its Node object is Ready and, where the agents' pods are looked at, the agent's pod on it is Ready.
 kubelet reports both without any write of kvtier's own, so a cluster at rest stays at rest.
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier_api.meta import ConditionType
+from kvtier_api.reasons import Reason
 from kvtier_api.volume import BackendName
 from kvtier_operator.facts import NodeFacts, VolumeFacts
 
@@ -28,11 +30,13 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A volume; why its node is not heard (empty: it is); what proves that its keys are gone (empty: nothing)."""
+    """A volume; why its node says nothing of it (empty: it does); what proves that its keys are gone (empty: nothing)."""
 
     volume: VolumeFacts
     unheard: str = ""
     keys_lost: str = ""
+    silence: Reason = Reason.NODE_UNREACHABLE
+    """Where it is unheard: what kind of silence that is."""
 
     @property
     def counts(self) -> bool:
@@ -73,9 +77,20 @@ def keys_lost(volume: VolumeFacts, around: Surroundings) -> str:
 
 
 def places(volumes: Iterable[VolumeFacts], around: Surroundings) -> list[Place]:
-    """In the order of their names. A node that is heard answers for itself: its agent proves and signs, not the controller."""
+    """In the order of their names. A node that is heard answers for itself: its agent proves and signs, not the controller.
+
+    But for a volume that its ledger does not have nobody answers, for as long as that is so.
+    """
     found = []
     for volume in sorted(volumes, key=lambda it: it.name):
-        silence = "" if volume.is_final else unheard(volume.node_name, around)
-        found.append(Place(volume, silence, keys_lost(volume, around) if silence else ""))
+        why, silence = "" if volume.is_final else unheard(volume.node_name, around), Reason.NODE_UNREACHABLE
+        if not why and not volume.is_final and (stranger := _not_in_ledger(volume)):
+            why, silence = stranger, Reason.NOT_IN_LEDGER
+        found.append(Place(volume, why, keys_lost(volume, around) if why else "", silence))
     return found
+
+
+def _not_in_ledger(volume: VolumeFacts) -> str:
+    """What its node's agent wrote, if it wrote that."""
+    seen = volume.conditions.get(ConditionType.SCRUBBED.value)
+    return seen.message if seen is not None and seen.reason == Reason.NOT_IN_LEDGER else ""

@@ -54,11 +54,12 @@ def request_status(
     state, finding = _judge(request, left, given_up, results, tier_exists=tier_exists)
     shown = [results[name] for name in sorted(results)][:_MAX_RESULTS]
     begun = [result.begin for result in shown]
+    ends = [result.end for result in shown if result.end is not None]
     return KVCacheErasureStatus(
         observed_generation=request.generation,
         state=state,
         begin=before.begin or (min(begun) if begun else (now if state is not ErasureState.PENDING else None)),
-        end=now if state is ErasureState.COMPLETE else None,
+        end=max([now, *begun, *ends]) if state is ErasureState.COMPLETE else None,
         volumes=shown,
         residual_bytes=sum(place.volume.size_bytes for place in left),
         conditions=written_down([finding], before.conditions, generation=request.generation, now=now),
@@ -90,7 +91,7 @@ def _judge(  # noqa: PLR0911  (one return for each answer)
     silent = [place for place in left if place.unheard]
     if silent:
         text = f"{counts}; {silent[0].volume.name}: {silent[0].unheard}"
-        return _begun(results, left), found(None, Reason.NODE_UNREACHABLE, text)
+        return _begun(results, left), found(None, silent[0].silence, text)
     refusals = [(place, seen) for place in left if (seen := _refusal(place)) is not None]
     if refusals:
         place, seen = refusals[0]

@@ -69,7 +69,7 @@ def abandoned(volume: VolumeFacts, why_unheard: str, now: datetime) -> dict[str,
         },
         "status": {
             "state": VolumeState.ABANDONED.value,
-            "stateSince": now.isoformat().replace("+00:00", "Z"),
+            "stateSince": max(now, volume.state_since or now).isoformat().replace("+00:00", "Z"),
             "reason": f"{(volume.abandon or '').strip()[:800]} (by annotation; no receipt: {why_unheard[:160]})",
         },
     }

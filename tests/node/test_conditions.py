@@ -161,7 +161,7 @@ CASES = [
     (T.SCRUBBED, facts(ending(VolumeState.DYING, since=timedelta(minutes=1))), False, Reason.DEADLINE_MISSED),
     (T.SCRUBBED, facts(ending(since=timedelta(minutes=1), scrub={"deadline": "5m"})), None, Reason.ERASING),
     (T.SCRUBBED, facts(abandoned=1), False, Reason.ABANDONED),
-    (T.SCRUBBED, facts(missed="receipt kvr-1"), False, Reason.DEADLINE_MISSED),
+    (T.SCRUBBED, facts(missed="receipt kvr-1"), True, Reason.NOTHING_LEFT),
     # HostHardened
     (T.HOST_HARDENED, facts(), True, Reason.HOST_HARDENED),
     (T.HOST_HARDENED, facts(host=None), None, Reason.NOT_YET_MEASURED),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_api.errors import UsageError
+from kvtier_node.cluster.announcing import NODE_EVENTS
 from kvtier_operator.event_reasons import EVENT_REASONS, EventReason
 from kvtier_operator.fence import Fence
 from kvtier_operator.metrics import Metrics
@@ -19,10 +20,17 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_each_reason_of_an_event_is_explained_in_code_and_document() -> None:
     assert set(EVENT_REASONS) == set(EventReason)
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]+) \| (.+) \|$", (DOCS / "events.md").read_text(), re.M)
-    assert [(name, type_, on, text) for name, type_, on, text in rows] == [
-        (reason.value, it.type, it.on, it.text) for reason, it in EVENT_REASONS.items()
-    ]
+    _, of_nodes, of_controllers = (DOCS / "events.md").read_text().split("\n## ")
+    assert rows(of_controllers) == [(reason.value, it.type, it.on, it.text) for reason, it in EVENT_REASONS.items()]
+    assert rows(of_nodes) == [(reason, *it) for reason, it in NODE_EVENTS.items()]
+
+
+def rows(of: str) -> list[tuple[str, ...]]:
+    return re.findall(r"^\| `(\w+)` \| (\w+) \| ([\w, ]+) \| (.+) \|$", of, re.M)
+
+
+def test_each_reason_has_one_poster() -> None:
+    assert {reason.value for reason in EVENT_REASONS}.isdisjoint(NODE_EVENTS)
 
 
 def test_each_metric_is_documented() -> None:

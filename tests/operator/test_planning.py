@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvtier_api.erasure import ErasureState
 from kvtier_api.meta import find_condition
 from kvtier_api.volume import VolumeState
 from kvtier_operator.announcing import of_volumes
@@ -16,7 +17,7 @@ from kvtier_operator.facts import TierFacts, tier_facts, volume_facts
 from kvtier_operator.places import Surroundings, places
 from kvtier_operator.planning import Plan, Snapshot, plan
 from kvtier_operator.releasing import VolumeStep
-from operator_facts import NOW, a_node, a_record, a_request, a_snapshot, a_tier, a_volume, around, receipt
+from operator_facts import GOOD, NOW, a_node, a_record, a_request, a_snapshot, a_tier, a_volume, around, receipt, said
 
 S = VolumeState
 GONE = Surroundings({})
@@ -118,6 +119,42 @@ def test_a_reason_abandons_a_place_of_a_silent_node_only() -> None:
     silent_reason = plan(a_snapshot(a_tier(), [a_volume(abandon="  ")], around=GONE))
     assert steps(silent_reason) == []
     assert EventReason.ABANDON_REFUSED in events(silent_reason)
+
+
+STRANGER = {**GOOD, **said(Scrubbed=(None, "NotInLedger"))}
+
+
+def test_a_volume_that_its_nodes_ledger_does_not_have_holds_the_tier_and_is_a_persons_to_give_up() -> None:
+    """Its node is heard, but nobody there would ever answer for it: neither erase it, nor follow the annotation."""
+    stranger = a_volume(conditions=STRANGER)
+    todo = plan(a_snapshot(a_tier(deleting=True), [stranger]))
+    assert not todo.release_tier
+    assert EventReason.NOT_IN_LEDGER in events(todo)
+    assert steps(plan(a_snapshot(a_tier(), [replace(stranger, abandon="node re-imaged")]))) == [VolumeStep.ABANDON]
+
+
+def test_a_reboot_since_proves_the_keys_lost_of_a_volume_that_no_ledger_has() -> None:
+    rebooted = around(a_node(boot_id="boot-2"))
+    known = plan(a_snapshot(a_tier(deleting=True), [a_volume()], around=rebooted))
+    assert steps(known) == [], "its agent proves it, and signs"
+    todo = plan(a_snapshot(a_tier(deleting=True), [a_volume(conditions=STRANGER)], around=rebooted))
+    assert steps(todo) == [VolumeStep.RECORD_KEYS_LOST]
+
+
+def test_a_record_without_its_status_is_completed_before_the_tier_goes() -> None:
+    """The controller was stopped between its two writes, or did not hear that the first was done."""
+    volume = a_volume()
+    silent = around(a_node(ready=False, boot_id="boot-2"))
+    begun = replace(a_record(volume, name=f"{volume.name}-keys-lost"), state=ErasureState.PENDING)
+    todo = plan(a_snapshot(a_tier(deleting=True), [volume], around=silent, erasures=[begun]))
+    assert steps(todo) == [VolumeStep.RECORD_KEYS_LOST]
+    assert not todo.release_tier
+
+
+def test_an_erasure_is_its_nodes_to_announce() -> None:
+    """The controller does not repeat it: there is one event, whoever runs."""
+    (place,) = places([a_volume(state=S.ERASED, receipt=receipt())], around())
+    assert of_volumes(a_tier(), [place], {"uid-1": S.IN_USE}) == []
 
 
 def test_a_volume_object_is_held_while_it_counts_and_released_when_it_does_not() -> None:

@@ -168,6 +168,7 @@ def erasure_object(row: VolumeRow, pod: PodIdentity, receipt: Receipt) -> tuple[
             "begin": receipt.begin,
             "end": receipt.end,
             "verified": _verified(receipt),
+            "deadline_met": receipt.deadline_met,
             "bytes": row.ranks * row.bytes_per_rank,
             "not_covered": [text[:_REASON_LIMIT] for text in receipt.not_covered[:16]] or None,
             "receipt_id": receipt.id,

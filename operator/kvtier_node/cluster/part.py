@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from lightkube import AsyncClient
@@ -21,8 +22,10 @@ from kvtier_api.volume import KVCacheVolume
 from kvtier_node.cluster.announcing import Announcer
 from kvtier_node.cluster.api import ApiCluster
 from kvtier_node.cluster.client import ERASURES, TIERS, VOLUMES, plain, translated
+from kvtier_node.cluster.errors import ApiUnavailable
 from kvtier_node.cluster.objects import VOLUME_LABEL
 from kvtier_node.cluster.reporting import Reporter
+from kvtier_node.cluster.unknown import unknown_status
 from kvtier_node.cluster.volume_conditions import Seen
 from kvtier_node.cluster.watching import Body, Selection, Watcher
 from kvtier_node.cluster.wishes import Ending, GivingUp, Wish, wishes
@@ -62,11 +65,13 @@ class ClusterPart:
         self._changed = asyncio.Event()
         self._relisted = False
         self._lost: set[str] = set()
+        self._unknown: dict[str, Body] = {}
 
     def start(self, node: Node, guards: Guards, threads: Threads) -> ApiCluster:
         """Begin to report and to watch. Raises nothing that the API server does."""
         self._node, self._guards, self._threads = node, guards, threads
         writer = Writer(self._client, node.name)
+        self._writer = writer
         announcer = Announcer(node, writer, threads=threads, find=self._reference, log=self._log)
         self._reporter.bind(node, writer, announcer, threads=threads, seen=self._seen, tier_gone=self._is_tier_gone)
         self._volumes = Watcher(
@@ -124,17 +129,34 @@ class ClusterPart:
     def _compare(self, rows: Sequence[VolumeRow], ended: dict[str, VolumeRow | None]) -> None:
         """After a list: what the API has not, or has otherwise, is told anew. The node is right, the API is a copy."""
         objects = self._by_name()
+        self._unknown.clear()
         self._lost |= {row.volume_id for row in rows if row.volume_id not in objects}
         living = {row.volume_id: row for row in rows}
         for name, body in objects.items():
             known = living.get(name) or ended.get(name)
             if known is None:
-                self._log.warning("unknown-volume", volume=name, remedy="it is not in this node's ledger")
+                self._unknown[name] = body
                 continue
             status = body.get("status") or {}
             self._reporter.adopt(name, _conditions(body))
             if status.get("state") != known.state.value:
                 self._reporter.again(name)
+
+    async def _tell_unknown(self) -> None:
+        """Volumes of this node by the API that its ledger does not have: nothing measured of them stands any more."""
+        unknown, self._unknown = self._unknown, {}
+        for name, body in unknown.items():
+            status = unknown_status(body, self._node.name, datetime.now(UTC))
+            if status is None:
+                continue
+            self._log.warning("unknown-volume", volume=name, remedy="see its condition Scrubbed")
+            try:
+                await self._writer.unknown(body, status)
+            except ApiUnavailable as error:
+                self._unknown[name] = body
+                self._log.warning("unknown-volume-not-told", volume=name, error=str(error))
+            except KvtierError as error:  # changed or deleted meanwhile: the next list has it as it is
+                self._log.warning("unknown-volume-not-told", volume=name, error=str(error))
 
     def _rows_of(self, names: Sequence[str]) -> dict[str, VolumeRow | None]:
         found: dict[str, VolumeRow | None] = {}
@@ -167,6 +189,7 @@ class ClusterPart:
             known = {row.volume_id for row in rows}
             others = [name for name in self._by_name() if name not in known]
             self._compare(rows, await self._threads.run(lambda: self._rows_of(others)))
+        await self._tell_unknown()
         lost, self._lost = self._lost, set()
         for row in rows:
             if row.volume_id in lost:

@@ -1,9 +1,9 @@
 """What the ledger holds, told to the API server: in order, after the fact, again and again until it is told.
 
 Each arrow of a pod's volume makes the volume due. A report is of the row as it is now: the object, the record of an erasure,
-then the status, so that whoever reads `Erased` finds the record. An outage changes nothing on the node; when it is over, what
-is due is told in the order of the arrows. `cursor` remembers over restarts. Only `recorded` makes anybody wait: a volume is
-shown to its pod once its object is in the API.
+then the status, so that whoever reads `Erased` finds the record, and last the event. An outage changes nothing on the node;
+when it is over, what is due is told in the order of the arrows. `cursor` remembers over restarts. Only `recorded` makes anybody
+wait: a volume is shown to its pod once its object is in the API.
 """
 
 from __future__ import annotations
@@ -291,15 +291,24 @@ class Reporter:
         if manifest != known.status:
             await self._writer.volume_status(row, status)
             known.status, known.conditions = manifest, conditions
+        if row.state is VolumeState.ERASED and receipt is not None:
+            await self._announcer.erased(row, receipt)
         known.refusal = ""
 
     def _receipt_of(self, row: VolumeRow) -> Receipt | None:
-        """The receipt that ended the volume. Each is read once."""
+        """The receipt that ended the volume. Each is read once, and kept until it is told.
+
+        One that was told is read again where the API was set back, and has to be told again.
+        """
         for receipt in self._node.ledger.receipts(self._receipts_read):
             self._receipts_read = receipt.seq
             if receipt.volume_id is not None:
                 self._receipts[receipt.volume_id] = receipt
-        return self._receipts.get(row.volume_id)
+        found = self._receipts.get(row.volume_id)
+        if found is None:
+            of_volume = [it for it in self._node.ledger.receipts() if it.volume_id == row.volume_id]
+            found = of_volume[-1] if of_volume else None
+        return found
 
     # -- what changed without an arrow
 

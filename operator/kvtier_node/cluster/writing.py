@@ -5,6 +5,8 @@ An apply says all that this agent has to say about an object, so it can be repea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -21,15 +23,24 @@ from kvtier_api.volume import KVCacheVolumeStatus
 from kvtier_node.cluster.client import ERASURES, FIELD_MANAGER, VOLUMES, Kind, translated
 from kvtier_node.cluster.errors import NamespaceEnding
 from kvtier_node.cluster.objects import erasure_object, volume_object
-from kvtier_node.ledger import Event as LedgerEvent
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.pods.consumer import PodIdentity
 from kvtier_node.receipts import Receipt
 
-__all__ = ["Writer"]
+__all__ = ["EventText", "Writer"]
 
 _NOTE_LIMIT: Final = 1024
 _CONTROLLER: Final = "kvtier.dev/node"
+
+
+@dataclass(frozen=True)
+class EventText:
+    """What an event says. `kind` is Normal or Warning."""
+
+    reason: str
+    kind: str
+    note: str
+    at: datetime
 
 
 class Writer:
@@ -66,12 +77,17 @@ class Writer:
             await self._client.apply(_as(kind, body), field_manager=FIELD_MANAGER, force=True)
 
     async def _apply_status(
-        self, kind: Kind, namespace: str, name: str, status: KVCacheVolumeStatus | KVCacheErasureStatus
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        status: KVCacheVolumeStatus | KVCacheErasureStatus,
+        uid: str | None = None,
     ) -> None:
         body = {
             "apiVersion": API_VERSION,
             "kind": kind.__name__,
-            "metadata": {"name": name, "namespace": namespace},
+            "metadata": {"name": name, "namespace": namespace} | ({"uid": uid} if uid is not None else {}),
             "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
         }
         with translated(f"{kind.__name__} {namespace}/{name}, status"):
@@ -91,26 +107,36 @@ class Writer:
             self._system_uuid = info.systemUUID if info is not None else None
         return self._system_uuid
 
-    async def event(self, event: LedgerEvent, regarding: ObjectReference) -> None:
-        """An event of the ledger as an event of the API; the same one only once."""
+    async def unknown(self, body: Mapping[str, Any], status: KVCacheVolumeStatus) -> None:
+        """Of a volume that is not this node's by its ledger: this very object, or none."""
+        meta = body["metadata"]
+        await self._apply_status(VOLUMES, meta["namespace"], meta["name"], status, uid=meta["uid"])
+
+    async def event(self, name: str, event: EventText, regarding: ObjectReference) -> None:
+        """`name` is the event's among those of this node: one that is there already was told before."""
         namespace = regarding.namespace or "default"
-        name = f"kvtier.{self._node_name[:100]}.{event.at.replace(':', '').replace('-', '').lower()}.{event.seq:x}"
+        name = f"kvtier.{self._node_name[:100]}.{name}"
         body = Event(
             metadata=ObjectMeta(name=name, namespace=namespace),
-            eventTime=datetime.fromisoformat(event.at),
+            eventTime=event.at,
             reportingController=_CONTROLLER,
             reportingInstance=self._node_name[:128],
             action="Watching",
             reason=event.reason,
             type=event.kind,
             regarding=regarding,
-            note=event.message[:_NOTE_LIMIT],
+            note=_cut(event.note),
         )
         try:
             with translated(f"Event {namespace}/{name}"):
                 await self._client.create(body)
         except Busy:  # it is there: told before a restart
             return
+
+
+def _cut(note: str) -> str:
+    """The limit is in bytes."""
+    return note.encode()[:_NOTE_LIMIT].decode(errors="ignore")
 
 
 def _as(kind: Any, body: dict[str, Any]) -> Any:
