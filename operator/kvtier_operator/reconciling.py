@@ -13,6 +13,7 @@ from typing import Final
 import structlog
 
 from kvtier_api.errors import InvalidResource
+from kvtier_api.reasons import Reason
 from kvtier_api.volume import VolumeState
 from kvtier_operator import writing
 from kvtier_operator.announcing import Announcement
@@ -43,6 +44,8 @@ __all__ = ["Reconciler"]
 log = structlog.get_logger(__name__)
 _ROUNDS: Final = 4
 _GONE: Final = 2**63
+_NEWS_AT_MOST: Final = 10_000
+"""Events of one tier that wait for the API server."""
 
 
 class Reconciler:
@@ -55,7 +58,9 @@ class Reconciler:
         *,
         history_limit: int = DEFAULT_LIMIT,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        tell_later: Callable[[Key], None] | None = None,
     ) -> None:
+        """`tell_later`: somebody will call `tell`, so that no tier's status waits for another's events; None: told at once."""
         self._kube = kube
         self._view = view
         self._teller = Teller(poster)
@@ -64,6 +69,9 @@ class Reconciler:
         self._now = now
         self._seen: dict[Key, dict[str, VolumeState | None]] = {}
         self._said: dict[Key, set[Announcement]] = {}
+        self._tell_later = tell_later
+        self._news: dict[Key, list[Announcement]] = {}
+        self._moving: set[Key] = set()
         self._unrecordable: set[str] = set()
 
     def begin(self) -> None:
@@ -73,13 +81,34 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one tier to rest. Returns the seconds after which to look again, or None. Raises ApiProblem, NotLeading."""
+        self._moving.add(key)
+        try:
+            again_in_s = await self._to_rest(key)
+            self._moving.discard(key)
+        finally:
+            if self._tell_later is not None and (key in self._news or self._teller.has(key)):
+                self._tell_later(key)
+        if self._tell_later is not None:
+            return again_in_s
+        untold_in_s = await self.tell(key)
+        return min((it for it in (again_in_s, untold_in_s) if it is not None), default=None)
+
+    async def tell(self, key: Key) -> float | None:
+        """Post the tier's events. Returns the seconds after which to try again, or None. Raises NotLeading."""
+        while news := self._news.get(key):
+            await self._teller.tell(key, news.pop(0))
+        self._news.pop(key, None)
+        if key in self._moving:  # whether what was planned is true is known at rest; `reconcile` asks again then
+            return None
+        return await self._teller.settle(key, self._view.tier(key), self._view.erasures(key))
+
+    async def _to_rest(self, key: Key) -> float | None:
         for _ in range(_ROUNDS):
             snapshot = self._snapshot(key)
             todo = plan(snapshot)
             if not todo.parts():
                 self._measure(key)
-                untold_in_s = await self._teller.settle(key, snapshot.tier, snapshot.erasures)
-                return min((it for it in (todo.again_in_s, untold_in_s) if it is not None), default=None)
+                return todo.again_in_s
             self._teller.keep(key, todo.announcements)
             try:
                 await self._do(snapshot, todo)
@@ -122,7 +151,7 @@ class Reconciler:
         if todo.tier_status is not None and tier is not None:
             body = await self._kube.apply_status(TIERS, writing.tier_status(tier, todo.tier_status))
             self._view.take(tier_facts(body))
-        await self._announce(snapshot, todo)
+        self._announce(snapshot, todo)
         for erasure in todo.forget_erasures:
             await self._forget_erasure(erasure)
         for place in todo.forget_volumes:
@@ -131,7 +160,7 @@ class Reconciler:
             await self._release(key)
             for announcement in todo.announcements:
                 if announcement.reason is EventReason.DELETION_DONE:
-                    await self._teller.tell(key, announcement)
+                    self._add_news(key, announcement)
 
     async def _volume_step(self, place: Place, step: VolumeStep) -> None:
         volume = place.volume
@@ -171,15 +200,21 @@ class Reconciler:
             fact = erasure_facts(await self._kube.apply_status(ERASURES, status))
         self._view.take(fact)
 
-    async def _announce(self, snapshot: Snapshot, todo: Plan) -> None:
-        """After the writes that they tell of. What cannot be told now is told later (`telling`)."""
+    def _announce(self, snapshot: Snapshot, todo: Plan) -> None:
+        """After the writes that they tell of: `tell` posts them, and what cannot be told is told later (`telling`)."""
         for announcement in todo.announcements:
             if announcement.reason is not EventReason.DELETION_DONE:  # not done before `_release` looked
-                await self._teller.tell(snapshot.key, announcement)
+                self._add_news(snapshot.key, announcement)
             if announcement.reason is EventReason.ABANDON_REFUSED:
                 self._said.setdefault(snapshot.key, set()).add(announcement)
         # What was planned for, not what memory says by now: a state that came meanwhile is still to be told.
         self._seen[snapshot.key] = {volume.uid: volume.state for volume in snapshot.volumes}
+
+    def _add_news(self, key: Key, announcement: Announcement) -> None:
+        news = self._news.setdefault(key, [])
+        news.append(announcement)
+        if len(news) > _NEWS_AT_MOST:
+            log.warning("event not posted", reason=news.pop(0).reason.value, error="too many before it")
 
     async def _forget_erasure(self, erasure: ErasureFacts) -> None:
         try:
@@ -256,7 +291,8 @@ class Reconciler:
         volumes = self._view.volumes(key)
         if tier is not None and tier.status is not None:
             around = self._view.surroundings(volumes)
-            silent = sum(1 for place in own_places(tier, volumes, around) if place.unheard)
+            places = own_places(tier, volumes, around)
+            silent = sum(1 for it in places if it.unheard and it.silence is Reason.NODE_UNREACHABLE)
             self._metrics.tier(key, tier.status, silent)
         elif tier is None:
             self._metrics.tier_gone(key)

@@ -75,6 +75,10 @@ class Teller:
             _bound(left.refused)
             self._later(left)
 
+    def has(self, key: Key) -> bool:
+        """Whether something of the tier is still to be told."""
+        return key in self._left
+
     def keep(self, key: Key, announcements: Iterable[Announcement]) -> None:
         """Before a plan is carried out: what is not told when it ends, or fails, is looked at again at rest."""
         for announcement in announcements:

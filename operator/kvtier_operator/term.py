@@ -35,6 +35,7 @@ __all__ = ["Term"]
 log = structlog.get_logger(__name__)
 _WORKERS: Final = 16
 """Tiers at once. Each waits for the API server most of its time; what is slow there must not make others wait."""
+_TELLERS: Final = 2
 _CANARY: Final[Key] = ("", "")
 _CANARY_S: Final = 10.0
 _PAUSE_S: Final = 2.0
@@ -83,13 +84,16 @@ class Term:
         view = View(look_at_agents=bool(self._settings.agent_selector))
         queue: WorkQueue[Key] = WorkQueue()
         poster = EventPoster(kube, self._settings.identity, self._metrics)
-        reconciler = Reconciler(kube, view, poster, self._metrics, history_limit=self._settings.history_limit)
+        telling: WorkQueue[Key] = WorkQueue()
+        limit = self._settings.history_limit
+        reconciler = Reconciler(kube, view, poster, self._metrics, history_limit=limit, tell_later=telling.add)
         await self._first_list(kube, view)
         reconciler.begin()
         for key in view.tier_keys():
             queue.add(key)
         feed = Feed(view, queue.add, self._metrics.erasure_recorded)
         work: list[Coroutine[Any, Any, None]] = [self._work(queue, reconciler) for _ in range(_WORKERS)]
+        work += [self._tell(telling, reconciler) for _ in range(_TELLERS)]
         work += [self._relist_for_ever(kube, view, queue), self._canary(queue)]
         tasks = [asyncio.create_task(each) for each in work]
         watching = asyncio.create_task(self._kopf(feed))
@@ -99,6 +103,7 @@ class Term:
                 task.result()
         finally:
             queue.close()
+            telling.close()
             await _cancelled(*tasks)
             self.quiet.set()
             await _cancelled(watching)
@@ -165,6 +170,15 @@ class Term:
                 log.warning("reconcile failed", tier="/".join(key), error=str(error), again_in_s=round(pause_s, 1))
             finally:
                 self._metrics.reconciled(result, time.monotonic() - started)
+
+    async def _tell(self, queue: WorkQueue[Key], reconciler: Reconciler) -> None:
+        """Events come after statuses: hands of their own, so that a burst of them delays none."""
+        while True:
+            key = await queue.take()
+            again_in_s = await reconciler.tell(key)
+            queue.done(key)
+            if again_in_s is not None:
+                queue.add_after(key, again_in_s)
 
     async def _relist_for_ever(self, kube: Kube, view: View, queue: WorkQueue[Key]) -> None:
         while True:
