@@ -1,4 +1,7 @@
-"""`make bench`: the slot store beside fio, then volumes. Both in one run, one after the other, on a quiet machine."""
+"""`make bench`: the slot store beside fio, then volumes. Both in one run, one after the other, on a quiet machine.
+
+`make bench-scale` (`--scale`): the controller under a large fleet instead, on a real API server.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("store", "volumes"))
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    parser.add_argument("--scale", action="store_true", help="the controller under a simulated fleet, and nothing else")
+    parser.add_argument(
+        "--tiers", type=int, default=1000, help="of the fleet; nodes are twice, volumes ten times as many"
+    )
     options = parser.parse_args()
+    if options.scale:
+        from bench import scale_bench  # noqa: PLC0415 (it needs the tests' tools, which the others do not)
+
+        found = scale_bench.run(
+            scale_bench.Size(tiers=options.tiers, nodes=2 * options.tiers, volumes=10 * options.tiers)
+        )
+        if options.output == "json":
+            print(json.dumps(found, indent=1))
+        else:
+            scale_bench.show(found)
+        return
     report: dict[str, object] = {}
     if options.only != "volumes":
         report["store"] = store_bench.run(options.dir, size_mib=options.size_mib, rounds=options.rounds)
