@@ -118,8 +118,8 @@ async def measure_filled(plane: ControlPlane, fleet: Fleet) -> dict[str, Any]:
             report["peak_mib"] = peak_mib(first)
             trace("quiet", report["quiet"], report["peak_mib"])
             await asyncio.to_thread(second.start)
-            report["hand_over_s"] = await _hand_over(first, second, fleet, tiers)
-            report["second_peak_mib"] = peak_mib(second)
+            report["hand_over"] = await _hand_over(first, second, fleet, tiers)
+            trace("hand-over", report["hand_over"])
         finally:
             for controller in (first, second):
                 controller.stop()
@@ -232,7 +232,7 @@ async def _quiet(plane: ControlPlane, controller: Controller, fleet: Fleet) -> d
 
 
 async def _hand_over(first: Controller, second: Controller, fleet: Fleet, tiers: Watched) -> dict[str, float]:
-    """Seconds from the leader's end to a tier's status that the other one wrote, for a volume that changed meanwhile."""
+    """Seconds from the signal to the leader to a tier's status that the other one wrote, for a volume that changed meanwhile."""
     found = {}
     volume, key = fleet.volumes[-1][1], fleet.tiers[-1]
     for how, leader, follower in (("SIGTERM", first, second), ("SIGKILL", second, first)):
@@ -246,6 +246,7 @@ async def _hand_over(first: Controller, second: Controller, fleet: Fleet, tiers:
         while follower.metric('kvtier_reconciles_total{result="done"}') < fleet.size.tiers:
             await asyncio.sleep(0.2)
         found[f"{how}, every tier looked at"] = time.monotonic() - started
+        found[f"{how}, the follower's peak in MiB"] = peak_mib(follower)
         await fleet.report(volume, VolumeState.IN_USE)
         await tiers.until(lambda: tiers.ready(key) == "True")
         await _at_rest(follower)
