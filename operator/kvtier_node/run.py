@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,10 @@ from kvtier_node.slots import slot_names
 __all__ = ["RunResult", "run_fenced"]
 
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_SAY_AFTER_S: Final = 5.0
+_SAY_AFTER_S: Final = 1.0
+_SAY_AGAIN_S: Final = 60.0
 _RETRY_FOR_S: Final = 600.0
+_LONGEST_PAUSE_S: Final = 10.0
 
 
 @dataclass
@@ -162,38 +165,79 @@ def _launch(command: Sequence[str], env: dict[str, str], uid: int, gid: int) -> 
         os.close(reader)
 
 
+def pauses_s() -> Iterator[float]:
+    """Seconds between two tries of an erasure that fails: each is work for the kernel, and perhaps for a disk."""
+    pause_s = LOOK_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 def _until_erased(
     node: Node, live: LiveVolume, process: subprocess.Popen[bytes], say: Callable[[str], None], asked: _Asked
 ) -> RunResult:
     death: Death | None = None
     said_at = 0.0
     code = 0
+    pauses = pauses_s()
     while True:
         if death is None:
             trouble = _while_it_runs(node, live)
             if trouble and time.monotonic() > said_at:
                 say(f"{live.volume_id}: {trouble}")
-                said_at = time.monotonic() + 12 * _SAY_AFTER_S
+                said_at = time.monotonic() + _SAY_AGAIN_S
             code_now = _exit_code(process, LOOK_S)
             if code_now is None:
                 continue
             code, death, said_at = code_now, Death.now(), time.monotonic() + _SAY_AFTER_S
         if _has_ended(node, live):
             return RunResult(code, _receipt_of(node, live), None, live.volume_id)
-        seen = look(node, live, trigger=Trigger.CRASH if process.returncode < 0 else Trigger.EXIT, death=death)
+        with _said_if_slow(say, f"erasing {live.volume_id}"):
+            seen = look(node, live, trigger=Trigger.CRASH if process.returncode < 0 else Trigger.EXIT, death=death)
         if seen.receipt is not None:
             return RunResult(code, seen.receipt, None, live.volume_id)
         if asked.to_leave or (seen.error is not None and time.monotonic() - death.monotonic > _RETRY_FOR_S):
-            say(f"{live.volume_id} stays on record until it is erased: {seen.error or seen.why}")
+            error = _whole(seen.error or EraseIncomplete(seen.why), live)
+            say(f"{live.volume_id} stays on record until it is erased: {error}")
             live.close_watch()
             live.guardian.close()
-            return RunResult(code, None, seen.error or EraseIncomplete(seen.why, obj=live.row.place), live.volume_id)
+            return RunResult(code, None, error, live.volume_id)
         if time.monotonic() > said_at:
             say(f"waiting to erase {live.volume_id}: {seen.error or seen.why}")
-            said_at = time.monotonic() + 12 * _SAY_AFTER_S
+            said_at = time.monotonic() + _SAY_AGAIN_S
         if seen.in_use:
             death = Death.now()  # a forked child still holds a slot file: the consumer has not ended yet
-        time.sleep(LOOK_S)
+        if seen.error is None:
+            pauses = pauses_s()
+        _wait(next(pauses) if seen.error is not None else LOOK_S, asked)
+
+
+def _wait(pause_s: float, asked: _Asked) -> None:
+    """For so long, or until we are asked to leave."""
+    until = time.monotonic() + pause_s
+    while (left := until - time.monotonic()) > 0 and not asked.to_leave:
+        time.sleep(min(left, LOOK_S))
+
+
+@contextmanager
+def _said_if_slow(say: Callable[[str], None], text: str) -> Iterator[None]:
+    """Say what is done while it takes longer than a person waits in silence: overwriting takes as long as it takes."""
+    timer = threading.Timer(_SAY_AFTER_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _whole(error: KvtierError, live: LiveVolume) -> KvtierError:
+    """With an object and a remedy, where the failure came without."""
+    error.obj = error.obj or live.row.place
+    error.remedy = error.remedy or (
+        "'kvtier node', or the next start of 'kvtier run', tries again; 'kvtier erase --abandon' ends it without a claim"
+    )
+    return error
 
 
 def _while_it_runs(node: Node, live: LiveVolume) -> KvtierError | None:
