@@ -53,6 +53,7 @@ class Election:
         identity: str,
         timing: Timing | None = None,
         looked: Callable[[], None] = lambda: None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._kube = kube
         self._namespace = namespace
@@ -60,6 +61,7 @@ class Election:
         self.identity = identity
         self.timing = timing or Timing()
         self._looked = looked
+        self._now = now
         self._observed: tuple[str, float] | None = None
         self._newest = 0
         self._not_before_s = 0.0
@@ -172,7 +174,7 @@ class Election:
             log.warning("lease not given back", lease=self._name, error=str(error))
 
     def _body(self, known: Body | None, *, transitions: int) -> dict[str, Any]:
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        now = self._now().isoformat(timespec="microseconds").replace("+00:00", "Z")
         metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
         acquired = now
         if known is not None:

@@ -29,7 +29,7 @@ __all__ = ["EVERYWHERE", "LIST_CHUNK", "Kube"]
 AnswerT = TypeVar("AnswerT")
 EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
-_LONGEST_WAIT_S: Final = 60.0
+_LONGEST_WAIT_S: Final = 30.0
 """Of what a Retry-After says: one that a proxy made up must not stop a tier for a day."""
 LIST_CHUNK: Final = 100
 """Objects in one answer. A real Node has 15 KB, and five times that as Python objects."""

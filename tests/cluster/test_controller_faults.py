@@ -5,17 +5,24 @@ A real process, a real API server, and between them a proxy that refuses, cuts, 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from api_client import Api, Json, node, tier, volume, volume_status
 from controlplane import ControlPlane, wait_until
 from faulty_proxy import GONE, Behind, FaultyProxy
+from lightkube import KubeConfig
+
+from kvtier_operator.election import Election, Timing
+from kvtier_operator.kube import Kube
+from kvtier_operator.metrics import Metrics
 
 TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
 
@@ -301,3 +308,108 @@ def test_a_write_that_was_on_its_way_while_another_took_over_comes_too_late(line
         assert [it for it in line.controller.writes() if it[2] < 400] == before
         assert other.leads()
     line.told_once("DeletionDone")
+
+
+# -- the Lease, and clocks that are wrong
+
+SHORT = Timing(duration_s=4, fence_s=2.0, renew_s=0.3, retry_s=0.2)
+YEARS = timedelta(days=30 * 365)
+
+
+def lease(renewed: datetime, duration_s: int) -> Json:
+    at = renewed.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    spec = {"holderIdentity": "somebody", "leaseDurationSeconds": duration_s, "acquireTime": at, "renewTime": at}
+    return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "c"}, "spec": spec}
+
+
+@dataclass
+class Candidates:
+    kube: Kube
+    namespace: str
+    looks: int = 0
+
+    def one(self, identity: str, clock: timedelta = timedelta()) -> Election:
+        def looked() -> None:
+            self.looks += 1
+
+        return Election(
+            self.kube,
+            namespace=self.namespace,
+            name="c",
+            identity=identity,
+            timing=SHORT,
+            looked=looked,
+            now=lambda: datetime.now(UTC) + clock,
+        )
+
+
+@contextlib.asynccontextmanager
+async def candidates(plane: ControlPlane, api: Api) -> AsyncIterator[Candidates]:
+    kube = Kube(KubeConfig.from_file(plane.admin), Metrics())
+    try:
+        yield Candidates(kube, api.namespace)
+    finally:
+        await kube.close()
+
+
+def test_a_lease_that_seems_to_have_run_out_long_ago_is_not_taken(plane: ControlPlane, api: Api) -> None:
+    """Its holder's clock may be wrong. Only silence counts, by one's own clock."""
+    api.create("leases", lease(datetime.now(UTC) - YEARS, duration_s=3600))
+
+    async def scenario() -> None:
+        async with candidates(plane, api) as them:
+            acquiring = asyncio.create_task(them.one("a").acquire())
+            while them.looks < 5:
+                assert not acquiring.done()
+                await asyncio.sleep(0.05)
+            acquiring.cancel()
+            await asyncio.gather(acquiring, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_from_the_future_is_taken_after_its_holder_fell_silent(plane: ControlPlane, api: Api) -> None:
+    api.create("leases", lease(datetime.now(UTC) + YEARS, duration_s=2))
+
+    async def scenario() -> None:
+        async with candidates(plane, api) as them:
+            await asyncio.wait_for(them.one("a").acquire(), 60)
+
+    asyncio.run(scenario())
+    assert api.get("leases", "c")["spec"]["holderIdentity"] == "a"
+
+
+def test_of_two_candidates_with_clocks_years_apart_one_leads_at_a_time(plane: ControlPlane, api: Api) -> None:
+    """Hand-overs by silence: the next fence opens only after the one before it has closed by itself."""
+
+    async def scenario() -> None:
+        async with candidates(plane, api) as them:
+            ahead, behind = them.one("ahead", YEARS), them.one("behind", -YEARS)
+            for first, second in ((ahead, behind), (behind, ahead)):
+                fence = await asyncio.wait_for(first.acquire(), 60)
+                holding = asyncio.create_task(first.hold(fence))
+                waiting = asyncio.create_task(second.acquire())
+                looked = them.looks
+                while them.looks < looked + 5 and not waiting.done():
+                    await asyncio.sleep(0.05)
+                assert not waiting.done() or not fence.is_open
+                holding.cancel()  # it renews no more, and says nothing
+                await asyncio.gather(holding, return_exceptions=True)
+                following = await asyncio.wait_for(waiting, 60)
+                assert not fence.is_open
+                following.close()
+                await second.give_back()
+
+    asyncio.run(scenario())
+
+
+def test_one_whose_own_name_is_in_the_lease_need_not_wait(plane: ControlPlane, api: Api) -> None:
+    """The answer to its write was lost, or its term ended in an outage."""
+    api.create("leases", {**lease(datetime.now(UTC), 3600)})
+    api.merge("leases", "c", {"spec": {"holderIdentity": "a"}})
+
+    async def scenario() -> None:
+        async with candidates(plane, api) as them:
+            await asyncio.wait_for(them.one("a").acquire(), 60)
+
+    asyncio.run(scenario())

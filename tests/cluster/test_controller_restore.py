@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 from agents import ClusterKubelet, allow_agent, running_kubelet
-from api_client import Api, Json, node, tier, volume, volume_status
+from api_client import Api, Json, micro_now, node, tier, volume, volume_status
 from controllers import Controller
 from controlplane import TOOLS, ControlPlane, install_crds, need_tools, wait_until
 from lightkube import KubeConfig
@@ -34,18 +34,33 @@ LONG = Timing(duration_s=120, fence_s=100.0, renew_s=0.5, retry_s=0.5)
 """Of a holder that would outlast the restore, if it did not see it."""
 
 
-class Holder:
-    """Somebody who holds a Lease of its own through the restore."""
+class Candidate:
+    """Somebody who looks at a Lease of its own all through the restore, takes it, and holds it until it is lost."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, name: str) -> None:
+        self.looks = 0
         self.holds = threading.Event()
         self.lost = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._hold(plane)), daemon=True)
+        self._stop = threading.Event()
+        self._name = name
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(plane)), daemon=True)
         self._thread.start()
 
-    async def _hold(self, plane: ControlPlane) -> None:
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(20)
+
+    async def _serve(self, plane: ControlPlane) -> None:
+        work = asyncio.create_task(self._work(plane))
+        while not (work.done() or self._stop.is_set()):
+            await asyncio.wait({work}, timeout=0.1)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    async def _work(self, plane: ControlPlane) -> None:
         kube = Kube(KubeConfig.from_file(plane.admin), Metrics())
-        election = Election(kube, namespace="default", name="long", identity="holder", timing=LONG)
+        options = {"namespace": "default", "name": self._name, "identity": "candidate"}
+        election = Election(kube, timing=LONG, looked=self._looked, **options)
         try:
             fence = await election.acquire()
             self.holds.set()
@@ -53,6 +68,9 @@ class Holder:
             self.lost.set()
         finally:
             await kube.close()
+
+    def _looked(self) -> None:
+        self.looks += 1
 
 
 @dataclass
@@ -65,7 +83,8 @@ class World:
     kubelet: ClusterKubelet | None
     pods: dict[str, Pod] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    holder: Holder | None = None
+    holder: Candidate | None = None
+    waiting: Candidate | None = None
 
     def tier(self, name: str) -> Json:
         return self.api.create(TIERS, tier(name))
@@ -151,9 +170,13 @@ def restored(world: World) -> Iterator[World]:
         shutil.copytree(data, copy)
         world.start_plane()
         world.controller.wait_leads(limit_s=90)
-        world.holder = Holder(world.plane)
+        world.api.merge("leases", "given-back", {"spec": {"holderIdentity": "somebody"}})
+        world.holder, world.waiting = Candidate(world.plane, "held"), Candidate(world.plane, "given-back")
+        stack.callback(world.holder.stop)
+        stack.callback(world.waiting.stop)
         assert world.holder.holds.wait(60)
         _go_on(world)
+        wait_until("looked", lambda: world.waiting is not None and world.waiting.looks > 1)
         world.stop_plane()
         shutil.rmtree(data)
         copy.rename(data)
@@ -161,8 +184,19 @@ def restored(world: World) -> Iterator[World]:
         yield world
 
 
+def lease(holder: str) -> Json:
+    spec = {"holderIdentity": holder, "leaseDurationSeconds": 3600, "renewTime": micro_now()}
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": "given-back"},
+        "spec": spec,
+    }
+
+
 def _begin(world: World) -> None:
     """What the copy has."""
+    world.api.create("leases", lease(""))
     world.volume("erased later", world.api.get(TIERS, "keep"))
     world.volume("of gone", world.tier("gone"))
     world.volume("of going", world.tier("going"))
@@ -197,6 +231,16 @@ def test_a_lease_that_went_back_ends_the_term_of_its_holder(restored: World) -> 
     """Its fence would be open for another minute; what it remembers is of objects that are not those any more."""
     assert restored.holder is not None
     assert restored.holder.lost.wait(60)
+
+
+def test_a_lease_that_went_back_to_when_it_was_free_is_not_free(restored: World) -> None:
+    """Its holder may not have noticed yet."""
+    waiting = restored.waiting
+    assert waiting is not None
+    looks = waiting.looks
+    wait_until("looked at it again", lambda: waiting.looks > looks + 3 or waiting.holds.is_set())
+    assert restored.api.get("leases", "given-back")["spec"]["holderIdentity"] == ""
+    assert not waiting.holds.is_set()
 
 
 def test_what_is_back_as_in_use_holds_its_tier_until_its_node_speaks(restored: World) -> None:
