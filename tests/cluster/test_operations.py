@@ -82,3 +82,38 @@ def test_a_drained_node_has_nothing_left_of_its_pods(use: Use, installed: Instal
     finally:
         run(reader, [uncordon])
     use.expect_erased("Exit", "Crash")
+
+
+LOOKS = ("agent=", "kubectl get ", "kubectl describe ", "kubectl events ", "kubectl -n kvtier-system ")
+CHANGES = (" rollout restart ", " create ", " delete ", " rollout status ")
+
+
+def looking() -> list[str]:
+    """Every command of the page that only looks at the cluster, in its order. `--previous` is of an agent that ended."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    lines = [line for block in blocks(page) if block.kind == "sh" for line in block.text.splitlines()]
+    return [
+        line
+        for line in lines
+        if line.startswith(LOOKS) and not any(word in line for word in CHANGES) and "--previous" not in line
+    ]
+
+
+def test_each_command_that_only_looks_is_one(use: Use, installed: Installed, reader: Reader) -> None:
+    use.node.kill(use.container_pid())
+    record = use.expect_erased("Crash")
+    lines = looking()
+    assert len(lines) > 20
+    text = "\n".join(lines)
+    for name, real in (
+        ("worker-7", NODE),
+        ("team-a", use.api.namespace),
+        ("kvv-0123456789abcdef0123", use.volume),
+        ("kvr-0123456789abcdef0123", record["status"]["volumes"][0]["receiptId"]),
+        ("ENGINE", use.pod_name),
+    ):
+        assert name in text
+        text = text.replace(name, real)
+    said = run(reader, text.splitlines())
+    for wanted in ("verified: ", f"volume_id          {use.volume}", "NothingLeft"):
+        assert wanted in said, said
