@@ -196,7 +196,7 @@ def _abandon(
     from kvtier_api.errors import Busy, InvalidResource
     from kvtier_node.erasing import abandon
     from kvtier_node.node_lock import running_node
-    from kvtier_node.recovery import evidence, guard
+    from kvtier_node.recovery import guard, usage
 
     row = node.ledger.get(volume_id)
     if f"{row.tier_namespace}/{row.tier_name}" != key:
@@ -213,7 +213,7 @@ def _abandon(
     live = guard(node, row)
     if live is not None:
         try:
-            used = evidence(live)
+            used = usage(node, live)
             if used.alive:
                 raise Busy(
                     f"the volume is in use: {used.reason}", obj=volume_id, remedy="erase it, or end what uses it first"

@@ -23,6 +23,8 @@ class Evidence:
 
     alive: bool
     reason: str
+    lost: bool = False
+    """Somebody took the volume's mount off its place."""
 
 
 @dataclass(frozen=True)

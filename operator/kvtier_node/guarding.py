@@ -26,7 +26,7 @@ from kvtier_node.pods.between import look_between
 from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.ending import end_use, files_of_place
 from kvtier_node.receipts import Receipt
-from kvtier_node.recovery import destroys_keys, evidence, trigger_of
+from kvtier_node.recovery import destroys_keys, evidence, trigger_of, usage
 from kvtier_node.shared_memory import FACT, SharedMemoryWatch, files_of
 
 __all__ = ["LOOK_S", "Look", "close_if_fulfilled", "fulfil_requests", "in_scope", "look", "stop_consumer", "stop_pod"]
@@ -53,12 +53,20 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
     is reported, not raised: the volume stays `Erasing`, and the next look tries again.
     """
     try:
-        found = evidence(live)
+        found = usage(node, live)
     except (KvtierError, OSError) as error:  # not knowing is not a proof of death
         failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
         return Look(True, f"whether it is in use cannot be told: {failure}", error=failure)
     if found.alive:
         return Look(True, found.reason, error=_observed(node, live))
+    pod = PodConsumer.from_record(live.row.consumer)
+    if found.lost and pod is not None:  # it lives, and its next container must not find the bare directory
+        try:
+            stop_pod(node, live, pod, Trigger.CRASH)
+        except (KvtierError, OSError) as error:
+            return Look(
+                False, found.reason, error=error if isinstance(error, KvtierError) else refused(error, live.row.place)
+            )
     if live.row.state is VolumeState.IN_USE and death is None and live.death is None:
         death = Death.now()
     try:

@@ -22,6 +22,7 @@ from kvtier_node.backends.base import Measurement
 from kvtier_node.kernel import bounded
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import request_of
+from kvtier_node.lost_mounts import LOST, has_lost_mount
 from kvtier_node.node import Node
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
@@ -35,6 +36,7 @@ _FILES: Final = 4
 _WINDOWS: Final = 32
 _WINDOW_BYTES: Final = 4 * BLOCK_BYTES
 _SEGMENTS: Final = 4096
+_GOES_ON: Final = "somebody unmounted it; who has it open goes on using it, and it is erased with their end"
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,18 @@ def measure_volume(node: Node, row: VolumeRow) -> VolumeMeasurement:
         if place is None:
             return VolumeMeasurement(now, error=f"{row.place} is not there")
         with place:
+            if has_lost_mount(row):
+                return VolumeMeasurement(now, _of_place(place, row), marker_error=f"{LOST}: {_GOES_ON}")
             marker_error = _marker_error(row)
             sample, used_bytes = _sample(place)
-            encryption = (
-                _of_sample(sample)
-                if row.backend is BackendName.SEAL_ONLY
-                else BACKENDS[row.backend].measure(place, request_of(row), row.key_id)
-            )
+            encryption = _of_sample(sample) if row.backend is BackendName.SEAL_ONLY else _of_place(place, row)
         return VolumeMeasurement(now, encryption, sample, marker_error, used_bytes)
     except (KvtierError, OSError) as error:
         return VolumeMeasurement(now, error=str(error))
+
+
+def _of_place(place: Directory, row: VolumeRow) -> Measurement:
+    return BACKENDS[row.backend].measure(place, request_of(row), row.key_id)
 
 
 def _marker_error(row: VolumeRow) -> str:

@@ -28,6 +28,7 @@ from kvtier_node.kernel.processes import boot_id
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import TERMINAL, Ledger, LedgerDamaged, LedgerMissing, Observer, VolumeRow
 from kvtier_node.live import LiveVolume
+from kvtier_node.lost_mounts import LOST, has_lost_mount, is_out_of_reach
 from kvtier_node.node import Node
 from kvtier_node.places import MOUNT_NAME, Places
 from kvtier_node.pods.consumer import PodConsumer
@@ -37,7 +38,7 @@ from kvtier_node.state_dir import StateDirectory
 
 _TRIGGERS: Final = frozenset(trigger.value for trigger in Trigger)
 
-__all__ = ["Recovered", "evidence", "guard", "open_node", "recover", "tidy", "trigger_of"]
+__all__ = ["Recovered", "evidence", "guard", "open_node", "recover", "tidy", "trigger_of", "usage"]
 
 
 @dataclass
@@ -233,6 +234,16 @@ def evidence(live: LiveVolume) -> Evidence:
     return found
 
 
+def usage(node: Node, live: LiveVolume) -> Evidence:
+    """The same, and whether a volume that somebody unmounted can be used by anybody any more."""
+    found = evidence(live)
+    if not found.alive or not has_lost_mount(live.row):
+        return found
+    if is_out_of_reach(node, live):
+        return Evidence(False, f"{LOST}, and the kernel has its file system no more: nobody can use it", lost=True)
+    return Evidence(True, f"{LOST}; it is still mounted elsewhere, or a file of it is open: {found.reason}", lost=True)
+
+
 def destroys_keys(row: VolumeRow) -> bool:
     """Whether an erasure makes the volume unreadable even for who still has a file of it open."""
     return BACKENDS[row.backend].technique is Technique.KEY_DESTROYED
@@ -260,8 +271,9 @@ def recover(node: Node) -> Recovered:
             result.guarded_elsewhere.append(row.volume_id)
             continue
         try:
-            if evidence(live).alive:
-                result.adopted.append(live)
+            found = usage(node, live)
+            if found.alive or (found.lost and isinstance(consumer_of(live.row.consumer), PodConsumer)):
+                result.adopted.append(live)  # of a pod: its target is shut first, at the first look
             else:  # when the consumer died is not known here: nobody watched
                 result.erased.append(erase(node, live, trigger_of(live.row)))
         except (KvtierError, OSError) as error:  # one volume's trouble must not keep the others from being erased

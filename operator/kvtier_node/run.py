@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Final
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import EraseIncomplete, KvtierError, LedgerError, UsageError
+from kvtier_api.errors import EraseIncomplete, KernelError, KvtierError, LedgerError, UsageError
 from kvtier_api.marker import check_marker
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
@@ -27,10 +27,12 @@ from kvtier_node.erasing import Death, erase
 from kvtier_node.guarding import LOOK_S, fulfil_requests, look, observe
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.live import LiveVolume
+from kvtier_node.lost_mounts import LOST, has_lost_mount
 from kvtier_node.node import Node
+from kvtier_node.places import MOUNT_NAME
 from kvtier_node.provisioning import provision, start
 from kvtier_node.receipts import Receipt
-from kvtier_node.recovery import evidence
+from kvtier_node.recovery import usage
 from kvtier_node.slots import slot_names
 
 __all__ = ["RunResult", "run_fenced"]
@@ -247,6 +249,12 @@ def _while_it_runs(node: Node, live: LiveVolume) -> KvtierError | None:
         if live.watch is not None:
             live.watch.refresh()
         observe(node, live)
+        if has_lost_mount(live.row):
+            return KernelError(
+                LOST,
+                obj=f"{live.row.place}/{MOUNT_NAME}",
+                remedy="somebody unmounted it: end the command; what it has open goes on, and is erased with its end",
+            )
     except KvtierError as error:
         return error
     except OSError as error:
@@ -279,7 +287,7 @@ def _receipt_of(node: Node, live: LiveVolume) -> Receipt | None:
 def _give_up(node: Node, live: LiveVolume, say: Callable[[str], None]) -> None:
     """Something failed. Erase if nobody uses the volume; otherwise leave it to `kvtier node`, or to the next start."""
     try:
-        if evidence(live).alive:
+        if usage(node, live).alive:
             say(f"{live.volume_id} is still in use; 'kvtier node' takes it over")
         else:
             erase(node, live, Trigger.EXIT)

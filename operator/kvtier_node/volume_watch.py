@@ -21,7 +21,7 @@ from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import ABANDON, ArrowRefused, EraseRequest
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
-from kvtier_node.recovery import evidence
+from kvtier_node.recovery import usage
 from kvtier_node.threads import Threads
 
 __all__ = ["VolumeWatch"]
@@ -90,7 +90,7 @@ class VolumeWatch:
         live = self.live
         for request in self._requests():
             if request.scope == ABANDON and request.argument == live.volume_id:
-                if (used := evidence(live)).alive:
+                if (used := usage(self._node, live)).alive:
                     _close(self._node, request, f"the volume is in use: {used.reason}", done=False)
                     self._log.warning("not-abandoned", reason=used.reason)
                     continue

@@ -21,7 +21,7 @@ from kvtier_node.kernel import bounded
 from kvtier_node.live import LiveVolume
 from kvtier_node.receipts import Receipt, Step, Technique, utc_now
 from kvtier_node.sampling import Range
-from node_host import MIB, Consumer, Host
+from node_host import Consumer, Host
 
 pytestmark = pytest.mark.root
 SEALED = "os.urandom(4096)"
@@ -266,4 +266,3 @@ def test_a_read_back_reads_each_file_by_its_own_ranges(opened: Callable[..., lis
     found = read_files([one, other], {one[1]: [Range(BLOCK_BYTES, BLOCK_BYTES)], other[1]: [Range(0, 2 * BLOCK_BYTES)]})
     assert [(result.plaintext, result.ciphertext) for result in found] == [(1, 0), (0, 2)]
     assert found[0].plaintext_at == [BLOCK_BYTES]
-    assert MIB % BLOCK_BYTES == 0

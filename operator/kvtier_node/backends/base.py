@@ -80,6 +80,12 @@ class Backend(Protocol):
     def measure(self, place: Directory, request: VolumeRequest, key_id: str | None) -> Measurement:
         """Encryption as the kernel has it now."""
 
+    def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
+        """Whether the kernel still has the volume's own file system, mounted anywhere or held by an open file.
+
+        Asked of a volume that has lost its mount. Raises KvtierError, OSError where it cannot be told.
+        """
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         """Fence the place off from every path, then make its bytes unreadable for ever, and verify in the kernel.
 

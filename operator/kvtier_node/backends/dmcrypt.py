@@ -7,6 +7,7 @@ never waits for an unmount: suspend, wipe the key, put an error target in its pl
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from typing import Any, Final
@@ -186,6 +187,17 @@ class DmCrypt:
         if table.wiped:
             return Measurement(False, "the kernel's key of the device is all zeros", facts)
         return Measurement(True, f"dm-crypt {table.cipher}, {table.key_bits}-bit key", facts)
+
+    def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
+        if not device_mapper.exists(request.volume_id):
+            return False
+        try:
+            os.close(os.open(f"/dev/mapper/{request.volume_id}", os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return True
+            raise
+        return False
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         name = request.volume_id

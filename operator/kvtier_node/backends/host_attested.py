@@ -119,6 +119,9 @@ class HostAttested:
     def measure(self, place: Directory, request: VolumeRequest, key_id: str | None) -> Measurement:
         return self._attest(place)
 
+    def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
+        return True  # its files are in the tier's own file system
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         fenced = plain.fence(place, request)
         plain.refuse_open(place, request)

@@ -52,6 +52,9 @@ class SealOnly:
             return Measurement(None, "no slot is used yet: nothing to measure", facts)
         return Measurement(True, f"every used block that was sampled is ciphertext: {result.sentence()}", facts)
 
+    def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
+        return True  # its files are in the tier's own file system
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         fenced = plain.fence(place, request)
         plain.refuse_open(place, request)

@@ -39,13 +39,14 @@ def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
     if place is None:
         return False
     try:
-        with (
-            place,
-            place.child(MOUNT_NAME, same_device=False, any_owner=True) as root,
-            root.child(SLOTS_DIRECTORY, any_owner=True) as slots,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(place)
+            if MOUNT_NAME not in place.names():
+                return False
+            root = stack.enter_context(place.child(MOUNT_NAME, same_device=False, any_owner=True))
             if not root.is_mount_point():
                 return False  # nothing of the volume is here
+            slots = stack.enter_context(root.child(SLOTS_DIRECTORY, any_owner=True))
             between = live.between
             if between is None:
                 between = live.between = Between(ContainerWatch(pod.pod.uid, os.fstat(root.fd).st_dev))
