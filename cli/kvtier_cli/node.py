@@ -78,6 +78,7 @@ def node(
         from kvtier_node.agent import AgentOptions, run_agent
         from kvtier_node.endpoints import parse_listen
         from kvtier_node.event_log import configure
+        from kvtier_node.kernel.capabilities import give_up_others
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("prometheus_client", "structlog"):
             raise
@@ -94,6 +95,7 @@ def node(
         node_name=node_name,
         pods=_pod_service(absolute(kubelet_root), kubeconfig, lines) if csi else None,
     )
+    give_up_others()
     run_agent(options, lines)
 
 

@@ -9,13 +9,19 @@ import ctypes
 import errno
 import os
 import resource
+from typing import Any
 
 from kvtier_node.kernel import constants as c
 
 __all__ = [
     "attributes",
+    "capget",
+    "capset",
+    "clear_ambient_set",
+    "drop_from_bounding_set",
     "fallocate",
     "file_system_magic",
+    "in_bounding_set",
     "ioctl",
     "lock_all_memory",
     "mount",
@@ -178,6 +184,35 @@ def set_dumpable(dumpable: bool) -> None:
 def set_parent_death_signal(signal: int) -> None:
     """`signal` comes when the thread that forked this process ends. Check getppid() afterwards: it may be gone."""
     _prctl(c.PR_SET_PDEATHSIG, signal)
+
+
+def in_bounding_set(capability: int) -> bool:
+    """Whether this thread, and what it starts, can have it."""
+    result = int(_libc.prctl(c.PR_CAPBSET_READ, capability, 0, 0, 0))
+    if result < 0:
+        raise _failed(None)
+    return result == 1
+
+
+def drop_from_bounding_set(capability: int) -> None:
+    """Needs CAP_SETPCAP."""
+    _prctl(c.PR_CAPBSET_DROP, capability)
+
+
+def clear_ambient_set() -> None:
+    _prctl(c.PR_CAP_AMBIENT, c.PR_CAP_AMBIENT_CLEAR_ALL)
+
+
+def capget(header: ctypes.Structure, sets: ctypes.Array[Any]) -> None:
+    """capget(2) of the calling thread. Raises OSError."""
+    if _libc.capget(ctypes.byref(header), ctypes.byref(sets)) != 0:
+        raise _failed(None)
+
+
+def capset(header: ctypes.Structure, sets: ctypes.Array[Any]) -> None:
+    """capset(2) of the calling thread. Raises OSError."""
+    if _libc.capset(ctypes.byref(header), ctypes.byref(sets)) != 0:
+        raise _failed(None)
 
 
 def lock_all_memory() -> None:
