@@ -19,20 +19,18 @@ from lightkube.types import PatchType
 from kvtier_operator.facts import Body
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import Kind
-from kvtier_operator.listing import Listed, page
+from kvtier_operator.listing import LIST_CHUNK, Listed, page
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.names import FIELD_MANAGER
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
 
-__all__ = ["EVERYWHERE", "LIST_CHUNK", "Kube"]
+__all__ = ["EVERYWHERE", "Kube"]
 
 AnswerT = TypeVar("AnswerT")
 EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
 _LONGEST_WAIT_S: Final = 30.0
 """Of what a Retry-After says: one that a proxy made up must not stop a tier for a day."""
-LIST_CHUNK: Final = 100
-"""Objects in one answer. A real Node has 15 KB, and five times that as Python objects."""
 
 
 class Kube:

@@ -5,13 +5,16 @@ At rest a full list has nothing new, and an object as Python sees it is five tim
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvtier_operator.facts import Body, Key
 
-__all__ = ["Listed", "page"]
+__all__ = ["LIST_CHUNK", "Listed", "page"]
+
+LIST_CHUNK: Final = 100
+"""Objects in one answer. A real Node has 15 KB, and five times that as Python objects."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):

@@ -34,7 +34,7 @@ from kvtier_operator.facts import (
     tier_facts,
     volume_facts,
 )
-from kvtier_operator.kube import LIST_CHUNK
+from kvtier_operator.listing import LIST_CHUNK
 from kvtier_operator.settings import Settings
 from kvtier_operator.view import Fact, View
 

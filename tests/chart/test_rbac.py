@@ -24,7 +24,15 @@ Right = tuple[str, str, str]
 """API group, resource (with its subresource), verb."""
 
 OWN = {"TIERS": "kvcachetiers", "VOLUMES": "kvcachevolumes", "ERASURES": "kvcacheerasures"}
-VERBS = {"list": "list", "is_served": "list", "get": "get", "create": "create", "replace": "update", "merge": "patch"}
+VERBS = {
+    "list": "list",
+    "listed": "list",
+    "is_served": "list",
+    "get": "get",
+    "create": "create",
+    "replace": "update",
+    "merge": "patch",
+}
 
 
 def rules(rendered: Rendered, account: str) -> Iterator[Json]:
@@ -85,7 +93,7 @@ def controllers_calls(*modules: str) -> set[Right]:
             names = (
                 {kind} if kind.isupper() else imported_kinds(path)
             )  # a kind in a variable: any that the module names
-            if not kind.isupper() and method in ("list", "merge"):
+            if not kind.isupper() and method in ("list", "listed", "merge"):
                 names -= {"LEASES", "EVENTS"}
             for name in names:
                 resource = getattr(kinds, name)._api_info
