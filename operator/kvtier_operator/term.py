@@ -90,7 +90,7 @@ class Term:
         await self._first_list(kube, view)
         reconciler.begin()
         for key in view.tier_keys():
-            queue.add(key)
+            queue.add(key, can_wait=True)
         feed = Feed(view, queue.add, self._metrics.erasure_recorded)
         work: list[Coroutine[Any, Any, None]] = [self._work(queue, reconciler) for _ in range(_WORKERS)]
         work += [self._tell(telling, reconciler) for _ in range(_TELLERS)]
@@ -196,7 +196,7 @@ class Term:
                 log.warning("memory differed from the API server", objects=differing, tiers=len(concerned))
             # All of them, not only what differed: a tier whose plan was wrong is found again.
             for key in view.tier_keys() | concerned:
-                queue.add(key)
+                queue.add(key, can_wait=key not in concerned)
 
     async def _canary(self, queue: WorkQueue[Key]) -> None:
         """A key that asks for nothing: what it measures is whether work is taken and completed."""

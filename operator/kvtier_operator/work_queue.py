@@ -1,4 +1,7 @@
-"""A queue of keys: each at most once, never one key in two hands, failures after a pause that grows."""
+"""A queue of keys: each at most once, never one key in two hands, failures after a pause that grows.
+
+What is only looked at again, because time has passed, lets what has changed go first.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,38 @@ __all__ = ["WorkQueue"]
 KeyT = TypeVar("KeyT", bound=Hashable)
 _FIRST_S: Final = 0.2
 _LONGEST_S: Final = 60.0
+_TURN: Final = 8
+"""Of so many keys one is of those that can wait, whatever comes."""
 
 
 class WorkQueue(Generic[KeyT]):
     """Used from one event loop. A key that is added while it is worked on comes back afterwards."""
 
     def __init__(self) -> None:
-        self._ready: asyncio.Queue[KeyT] = asyncio.Queue()
-        self._queued: set[KeyT] = set()
+        self._ready: asyncio.Queue[None] = asyncio.Queue()
+        """As many as there are keys in the two lanes, which are sets in the order of their coming."""
+        self._first: dict[KeyT, None] = {}
+        self._later: dict[KeyT, None] = {}
+        self._turn = 0
         self._working: set[KeyT] = set()
         self._again: set[KeyT] = set()
         self._timers: dict[KeyT, asyncio.TimerHandle] = {}
         self._failures: dict[KeyT, int] = {}
         self._not_before: dict[KeyT, float] = {}
 
-    def add(self, key: KeyT) -> None:
-        """Now, or as soon as the API server wants to hear of it again (`failed`)."""
+    def add(self, key: KeyT, *, can_wait: bool = False) -> None:
+        """Now, or as soon as the API server wants to hear of it again (`failed`). `can_wait`: it is not known to have changed."""
         wait_s = self._not_before.get(key, 0.0) - asyncio.get_running_loop().time()
         if wait_s > 0:
             self.add_after(key, wait_s)
         elif key in self._working:
             self._again.add(key)
-        elif key not in self._queued:
-            self._queued.add(key)
-            self._ready.put_nowait(key)
+        elif not (key in self._first or (can_wait and key in self._later)):
+            if key in self._later:
+                del self._later[key]
+            else:
+                self._ready.put_nowait(None)
+            (self._later if can_wait else self._first)[key] = None
 
     def add_after(self, key: KeyT, delay_s: float) -> None:
         """In `delay_s` seconds at the latest: an earlier time that was asked for stays."""
@@ -53,8 +64,11 @@ class WorkQueue(Generic[KeyT]):
         self.add(key)
 
     async def take(self) -> KeyT:
-        key = await self._ready.get()
-        self._queued.discard(key)
+        await self._ready.get()
+        self._turn = (self._turn + 1) % _TURN
+        lane = self._later if self._later and (not self._first or not self._turn) else self._first
+        key = next(iter(lane))
+        del lane[key]
         self._working.add(key)
         return key
 
@@ -91,4 +105,4 @@ class WorkQueue(Generic[KeyT]):
         self._timers.clear()
 
     def __len__(self) -> int:
-        return len(self._queued) + len(self._working)
+        return len(self._first) + len(self._later) + len(self._working)

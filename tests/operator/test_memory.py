@@ -102,6 +102,35 @@ def test_a_key_is_queued_once_and_never_in_two_hands() -> None:
     asyncio.run(scenario())
 
 
+def test_what_changed_goes_before_what_is_only_looked_at_again() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        for key in "abc":
+            queue.add(key, can_wait=True)
+        queue.add("x")
+        queue.add("b")  # it changed meanwhile
+        queue.add("b", can_wait=True)
+        assert len(queue) == 4
+        assert [await queue.take() for _ in range(4)] == ["x", "b", "a", "c"]
+        assert queue._ready.empty(), "each once"
+
+    asyncio.run(scenario())
+
+
+def test_what_can_wait_does_not_wait_for_ever() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("patient", can_wait=True)
+        taken = []
+        for number in range(20):  # something changes all the time
+            queue.add(f"busy-{number}")
+            queue.add(f"more-{number}")
+            taken.append(await queue.take())
+        assert "patient" in taken
+
+    asyncio.run(scenario())
+
+
 def test_a_failure_comes_back_after_a_pause_that_grows_and_is_bounded() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
