@@ -173,15 +173,15 @@ async def _one_volume(plane: ControlPlane, controller: Controller, fleet: Fleet,
     """Writes for one volume that changes once: its state, then a condition, then the condition back."""
     volume, key = fleet.volumes[-1][0], fleet.tiers[-1]
     found: dict[str, Any] = {}
-    for what, state, changes, ready in (
-        ("InUse to Ready", VolumeState.READY, {}, "True"),
-        ("Ready to InUse", VolumeState.IN_USE, {}, "True"),
-        ("a condition refuted", VolumeState.IN_USE, {"ENCRYPTED": Reason.NOT_ENCRYPTED}, "False"),
-        ("the condition back", VolumeState.IN_USE, {}, "True"),
+    for what, state, changes, wanted in (
+        ("InUse to Ready", VolumeState.READY, {}, ("True", 1)),
+        ("Ready to InUse", VolumeState.IN_USE, {}, ("True", 0)),
+        ("a condition refuted", VolumeState.IN_USE, {"ENCRYPTED": Reason.NOT_ENCRYPTED}, ("False", 0)),
+        ("the condition back", VolumeState.IN_USE, {}, ("True", 0)),
     ):
         mark = AuditMark(plane, controller.user)
         await fleet.report(volume, state, **changes)
-        await tiers.until(lambda wanted=ready: tiers.ready(key) == wanted)
+        await tiers.until(lambda to=wanted: (tiers.ready(key), tiers.status[key]["volumes"]["ready"]) == to)
         await _at_rest(controller)
         found[what] = dict(mark.writes())
     return found
