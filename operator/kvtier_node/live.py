@@ -66,7 +66,7 @@ class LiveVolume:
             self.watch.close()
             self.watch = None
         if self.between is not None:
-            self.between.containers.close()
+            self.between.close()
 
 
 def request_of(row: VolumeRow) -> VolumeRequest:

@@ -20,7 +20,20 @@ from kvtier_node.kernel import bounded, lease
 from kvtier_node.kernel.processes import PidFd, start_time
 from kvtier_node.receipts import Step
 
-__all__ = ["FACT", "SharedFile", "SharedMemoryWatch", "erase", "files_of", "in_use"]
+__all__ = [
+    "FACT",
+    "Process",
+    "SharedFile",
+    "SharedMemoryWatch",
+    "erase",
+    "erase_file",
+    "files_of",
+    "in_use",
+    "is_running",
+    "open_or_mapped",
+    "regions_in",
+    "user_of",
+]
 
 FACT: Final = "shared_memory"
 """Under this name a volume's facts keep the files that were seen."""
@@ -86,7 +99,7 @@ class SharedMemoryWatch:
 
         Costs one directory listing, unless there are regions: then the tree is scanned when one is new, and every 2 s.
         """
-        candidates = _candidates()
+        candidates = regions_in(DIRECTORY)
         self._remember_tree(pid)
         now = time.monotonic()
         if not candidates or (set(candidates) <= self._candidates and now - self._scanned_at < _SCAN_AGAIN_S):
@@ -94,8 +107,8 @@ class SharedMemoryWatch:
         self._candidates, self._scanned_at = set(candidates), now
         new = False
         for process in self._tree:
-            user = _user(process[0])
-            for key in _open_or_mapped(process[0], candidates):
+            user = user_of(process[0])
+            for key in open_or_mapped(process[0], candidates):
                 name, owner = candidates[key]
                 known = self.files.get(key)
                 if known is None and owner != user:
@@ -108,7 +121,7 @@ class SharedMemoryWatch:
 
     def _remember_tree(self, pid: int) -> None:
         """Add what the tree has become; a member whose parent ended stays one. Those that ended, and reused pids, go."""
-        members = {process for process in self._tree if _lives(process)}
+        members = {process for process in self._tree if is_running(process)}
         for member in _descendants({pid} | {process[0] for process in members}):
             try:
                 members.add((member, start_time(member)))
@@ -117,11 +130,11 @@ class SharedMemoryWatch:
         self._tree = members
 
 
-def _candidates() -> dict[tuple[int, int], tuple[str, int]]:
-    """The regions there are now: name and owner by device and inode."""
+def regions_in(directory: str) -> dict[tuple[int, int], tuple[str, int]]:
+    """The regions that are there now: name and owner by device and inode."""
     found = {}
     try:
-        with os.scandir(DIRECTORY) as entries:
+        with os.scandir(directory) as entries:
             for entry in entries:
                 if entry.name.startswith(_PREFIX):
                     try:
@@ -135,7 +148,8 @@ def _candidates() -> dict[tuple[int, int], tuple[str, int]]:
     return found
 
 
-def _lives(process: Process) -> bool:
+def is_running(process: Process) -> bool:
+    """Whether it has not ended: not a zombie, and not another with its number."""
     try:
         with PidFd.open(*process) as handle:
             return not handle.exited()
@@ -143,7 +157,7 @@ def _lives(process: Process) -> bool:
         return False
 
 
-def _user(pid: int) -> int | None:
+def user_of(pid: int) -> int | None:
     """The uid of a process, where it has but one: a setuid program holds what another user opened. None: it ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
@@ -176,7 +190,7 @@ def _descendants(pids: set[int]) -> set[int]:
     return found
 
 
-def _open_or_mapped(pid: int, wanted: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
+def open_or_mapped(pid: int, wanted: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
     """Which of the `wanted` files the process has open or mapped. By device and inode, whatever path it sees."""
     found = set()
     try:
@@ -202,9 +216,9 @@ def _open_or_mapped(pid: int, wanted: Collection[tuple[int, int]]) -> set[tuple[
 def in_use(files: Sequence[SharedFile]) -> str:
     """Which process of the consumer's tree still lives and has a region open or mapped; "" if none."""
     for file in files:
-        alive = [pid for pid, started in file.users if _lives((pid, started))]
+        alive = [pid for pid, started in file.users if is_running((pid, started))]
         if alive and any(
-            (file.device, file.inode) in _open_or_mapped(pid, {(file.device, file.inode)}) for pid in alive
+            (file.device, file.inode) in open_or_mapped(pid, {(file.device, file.inode)}) for pid in alive
         ):
             return f"process {alive[0]} of the consumer has {DIRECTORY}/{file.name} open"
     return ""
@@ -218,7 +232,7 @@ def erase(files: Sequence[SharedFile]) -> list[Step]:
     directory = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for file in files:
-            what, ok = _erase_one(directory, file)
+            what, ok = erase_file(directory, file)
             told.append(f"{file.name}: {what}")
             done = done and ok
     finally:
@@ -226,7 +240,8 @@ def erase(files: Sequence[SharedFile]) -> list[Step]:
     return [Step("shared-memory", True if done else None, "; ".join(told))]
 
 
-def _erase_one(directory: int, file: SharedFile) -> tuple[str, bool]:
+def erase_file(directory: int, file: SharedFile) -> tuple[str, bool]:
+    """Overwrite and unlink one region; what was done, and whether nothing of it is left. Raises OSError, KernelError."""
     try:
         found = os.open(file.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:

@@ -205,6 +205,7 @@ class Use:
     seed: str
     plain: bool = True
     restart: str = "Never"
+    workload: str = "engine_writer.py"
     pod_name: str = "engine"
     pod: Json = field(default_factory=dict)
     volume: str = ""
@@ -259,7 +260,7 @@ class Use:
                         "name": "engine",
                         "image": images.WORKLOAD,
                         "imagePullPolicy": "Never",
-                        "command": ["python", "/workloads/engine_writer.py"],
+                        "command": ["python", f"/workloads/{self.workload}"],
                         "env": [
                             {"name": "SEED", "value": self.seed},
                             *([{"name": "PLAIN", "value": "1"}] if self.plain else []),

@@ -120,6 +120,42 @@ def all_loops_taken(folder: Path) -> Iterator[set[str]]:
             subprocess.run(["losetup", "-d", device], check=True)
 
 
+def test_vllm_54002_51317_a_container_starts_again_though_the_old_one_left_its_region(installed: Installed) -> None:
+    """vllm-project/vllm#54002, #51317: `/dev/shm/vllm_offload_*` outlives the container in its pod, and each new one fails on it.
+
+    It is erased between the two; a container that is faster than that fails once, and not the one after it.
+    """
+    with installed.use(restart="Always", workload="vllm_region.py") as use:
+        use.declare()
+        use.start()
+        for _ in range(2):
+            use.wait("the agent has seen who has the region", lambda: region_is_held(use))
+            before = use.container_pid()
+            use.node.kill(before)
+            use.wait("the next container has written", lambda before=before: has_written_since(use, before), limit_s=90)  # type: ignore[misc]
+        use.node.kubectl("-n", use.api.namespace, "delete", "pod", use.pod_name, "--wait=false")
+        use.expect_erased("Crash", "Exit")
+
+
+def has_written_since(use: Use, pid: int) -> bool:
+    """Whether a container that is not this one runs and has written. kubelet keeps no log of those before the last two."""
+    try:
+        return use.container_pid() != pid and "written" in use.said()[-1]
+    except (KeyError, IndexError):  # between two containers
+        return False
+
+
+def region_is_held(use: Use) -> bool:
+    """The agent keeps a descriptor of the pod's /dev/shm while a container of it runs."""
+    inside = use.node.inside / "proc"
+    theirs = (inside / str(use.container_pid()) / "root" / "dev" / "shm").stat()
+    found = []
+    for link in (inside / str(use.installed.agent_pid()) / "fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(link.stat())
+    return any(os.path.samestat(theirs, info) for info in found)
+
+
 # -- a restart of the machine
 
 

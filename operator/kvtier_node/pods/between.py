@@ -52,7 +52,10 @@ def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
                 between = live.between = Between(ContainerWatch(pod.pod.uid, os.fstat(root.fd).st_dev))
                 between.clean = _snapshot(slots) if _is_blank(slots) else None
             written = _snapshot(slots) != between.clean
-            if between.containers.in_use(written=written) is not False or not written:
+            used = between.containers.in_use(written=written)
+            for line in between.regions.look(between.containers.users, between.containers.members):
+                node.ledger.add_event("Normal", "SharedMemoryErased", live.volume_id, f"{pod.title}: {line}")
+            if used is not False or not written:
                 return False
             if not _erase(live, between, place, slots):
                 return False

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from kvtier_api.errors import NotFound
 from kvtier_node.kernel import mounts
 from kvtier_node.kernel.processes import PidFd
+from kvtier_node.pods.regions import PodRegions
 
 __all__ = ["Between", "ContainerWatch", "Snapshot"]
 
@@ -75,6 +76,15 @@ class ContainerWatch:
         self._seen = self._seen or bool(self._users)
         return bool(self._users)
 
+    @property
+    def users(self) -> list[int]:
+        """The processes that were seen with the volume and have not ended."""
+        return [user.pid for user in self._users if not user.exited()]
+
+    def members(self) -> list[int]:
+        """Every process of the pod, by its cgroup."""
+        return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()) if self._is_of_pod(pid)]
+
     def _is_of_pod(self, pid: int) -> bool:
         try:
             cgroups = Path(f"/proc/{pid}/cgroup").read_text()
@@ -100,3 +110,9 @@ class Between:
 
     containers: ContainerWatch
     clean: Snapshot | None = None
+    regions: PodRegions = field(default_factory=PodRegions)
+
+    def close(self) -> None:
+        """Let go of processes and folders."""
+        self.containers.close()
+        self.regions.close()
