@@ -7,9 +7,9 @@ refuted it. Nothing is inferred from the spec.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Final
 
 from kvtier_api.conditions import Finding, ready_of
@@ -26,17 +26,22 @@ ENDING: Final = frozenset({VolumeState.DYING, VolumeState.ERASING, VolumeState.F
 USABLE: Final = frozenset({VolumeState.READY, VolumeState.IN_USE})
 _COMING: Final = frozenset({VolumeState.PLANNED, VolumeState.PROVISIONING})
 _SHOWN: Final = 5
-_CLOCK_TOLERANCE_S: Final = 5.0
-"""A node's clock may differ; the node's own judgement of its deadline comes first anyway."""
+_AFTER_THE_NODE_S: Final = 5.0
+"""The node's own judgement of its deadline comes first. This is for a node that is heard and does not judge."""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """All that conditions are computed from. `places` are those of the tier's own volumes, final ones included."""
+    """All that conditions are computed from. `places` are those of the tier's own volumes, final ones included.
+
+    `ending_s`: for how long this controller has seen a volume, by its uid, come to its end; by its monotonic clock, because a
+    node's time and its own cannot be compared, and either may jump.
+    """
 
     spec: KVCacheTierSpec
     now: datetime
     places: Sequence[Place] = ()
+    ending_s: Mapping[str, float] = field(default_factory=dict)
     deleting: bool = False
     problem: str = ""
 
@@ -163,17 +168,14 @@ def findings(tier: Tier) -> list[Finding]:
 
 
 def overdue_in_s(tier: Tier) -> float | None:
-    """Seconds until the next volume misses its deadline by the controller's clock; None if none can."""
+    """Seconds until the next volume has been coming to its end for too long; None if none can."""
     waits = [wait for place in tier.in_state(ENDING) if not place.unheard and (wait := _overdue_in_s(tier, place)) > 0]
     return min(waits, default=None)
 
 
 def _overdue_in_s(tier: Tier, place: Place) -> float:
-    since = place.volume.state_since
-    if since is None:
-        return 1.0
-    until = since + timedelta(seconds=float(tier.spec.scrub.deadline) + _CLOCK_TOLERANCE_S)
-    return (until - tier.now).total_seconds()
+    limit_s = float(tier.spec.scrub.deadline) + _AFTER_THE_NODE_S
+    return limit_s - tier.ending_s.get(place.volume.uid, 0.0)
 
 
 def _sum(type_: ConditionType, places: Sequence[Place], none: str) -> Finding:

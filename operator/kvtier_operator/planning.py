@@ -44,8 +44,8 @@ _SOONEST_S: Final = 0.5
 class Snapshot:
     """All that is known of one tier at `now`. `tier` is None where no such object is (any more).
 
-    `seen` has the state of each volume, by uid, as it was announced last; `said`, refusals that were announced already;
-    `unrecordable`, names of records that the API server refuses.
+    `ending_s` has for how long each volume, by uid, is known to come to its end; `seen`, its state as it was announced last;
+    `said`, refusals that were announced already; `unrecordable`, names of records that the API server refuses.
     """
 
     key: Key
@@ -54,6 +54,7 @@ class Snapshot:
     volumes: Sequence[VolumeFacts] = ()
     erasures: Sequence[ErasureFacts] = ()
     around: Surroundings = field(default_factory=lambda: Surroundings({}))
+    ending_s: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, VolumeState | None] = field(default_factory=dict)
     said: Collection[Announcement] = ()
     unrecordable: Collection[str] = ()
@@ -135,7 +136,7 @@ def _status(facts: TierFacts, snapshot: Snapshot, own: Sequence[Place]) -> tuple
         ]
         ready = Finding(ConditionType.READY, False, Reason.INVALID_SPEC, facts.problem)
         return initial_conditions_only(facts, [ready, *others], snapshot.now), None
-    tier = Tier(facts.spec, snapshot.now, own, deleting=facts.deleting)
+    tier = Tier(facts.spec, snapshot.now, own, snapshot.ending_s, deleting=facts.deleting)
     wait = overdue_in_s(tier)
     status = tier_status(facts, tier, findings(tier), snapshot.erasures)
     return status, None if wait is None else max(wait, _SOONEST_S)

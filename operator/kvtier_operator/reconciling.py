@@ -6,7 +6,8 @@ object means that memory was old: the objects are read again, and so is the deci
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
@@ -17,6 +18,7 @@ from kvtier_api.reasons import Reason
 from kvtier_api.volume import VolumeState
 from kvtier_operator import writing
 from kvtier_operator.announcing import Announcement
+from kvtier_operator.conditions import ENDING
 from kvtier_operator.event_poster import EventPoster
 from kvtier_operator.event_reasons import EventReason
 from kvtier_operator.facts import (
@@ -73,6 +75,7 @@ class Reconciler:
         self._news: dict[Key, list[Announcement]] = {}
         self._moving: set[Key] = set()
         self._unrecordable: set[str] = set()
+        self._ending_since_s: dict[Key, dict[str, float]] = {}
 
     def begin(self) -> None:
         """What is there when this controller begins is no news."""
@@ -130,11 +133,20 @@ class Reconciler:
             volumes=volumes,
             erasures=self._view.erasures(key),
             around=self._view.surroundings(volumes),
+            ending_s=self._ending_s(key, volumes),
             seen=self._seen.get(key, {}),
             said=self._said.get(key, ()),
             unrecordable=self._unrecordable,
             history_limit=self._history_limit,
         )
+
+    def _ending_s(self, key: Key, volumes: Sequence[VolumeFacts]) -> dict[str, float]:
+        now_s = time.monotonic()
+        before = self._ending_since_s.pop(key, {})
+        since = {volume.uid: before.get(volume.uid, now_s) for volume in volumes if volume.state in ENDING}
+        if since:
+            self._ending_since_s[key] = since
+        return {uid: now_s - at_s for uid, at_s in since.items()}
 
     async def _do(self, snapshot: Snapshot, todo: Plan) -> None:
         key = snapshot.key

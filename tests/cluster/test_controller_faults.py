@@ -41,9 +41,9 @@ class Line:
     def node(self) -> str:
         return f"node-{self.name}"
 
-    def tier(self) -> Json:
+    def tier(self, **spec: object) -> Json:
         self.api.create("nodes", node(self.node))
-        return self.api.create(TIERS, tier(self.name))
+        return self.api.create(TIERS, tier(self.name, **spec))
 
     def volume(self, of: Json, state: str = "InUse") -> str:
         made = self.api.create(VOLUMES, volume(of, self.node) | {"status": volume_status(state)})
@@ -62,9 +62,12 @@ class Line:
         found: Json = self.api.get(TIERS, self.name).get("status") or {}
         return found
 
-    def ready(self) -> tuple[str, str]:
+    def condition(self, type_: str) -> tuple[str, str]:
         found = self.status().get("conditions", [])
-        return next(((it["status"], it["reason"]) for it in found if it["type"] == "Ready"), ("", ""))
+        return next(((it["status"], it["reason"]) for it in found if it["type"] == type_), ("", ""))
+
+    def ready(self) -> tuple[str, str]:
+        return self.condition("Ready")
 
     def wait_ready(self, status: str = "True", reason: str = "AllGuaranteesHold") -> None:
         wait_until(f"Ready={status} {reason}", lambda: self.ready() == (status, reason), limit_s=90)
@@ -311,6 +314,19 @@ def test_a_write_that_was_on_its_way_while_another_took_over_comes_too_late(line
 
 
 # -- the Lease, and clocks that are wrong
+
+
+def test_an_erasure_that_its_node_does_not_judge_is_late_by_the_controllers_own_measure(line: Line) -> None:
+    """The node's clock is years ahead, and its agent is heard and says nothing."""
+    name = line.volume(line.tier(scrub={"deadline": "1s"}))
+    line.wait_ready()
+    ahead = (datetime.now(UTC) + YEARS).isoformat().replace("+00:00", "Z")
+    line.api.set_status(VOLUMES, name, volume_status("Erasing") | {"stateSince": ahead})
+    wait_until("erasing", lambda: line.condition("Scrubbed") == ("Unknown", "Erasing"))
+    wait_until("late", lambda: line.condition("Scrubbed") == ("False", "DeadlineMissed"))
+    line.erase(name)
+    wait_until("erased", lambda: line.condition("Scrubbed") == ("True", "NothingLeft"))
+
 
 SHORT = Timing(duration_s=4, fence_s=2.0, renew_s=0.3, retry_s=0.2)
 YEARS = timedelta(days=30 * 365)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from kvtier_api.erasure import ErasureState
 from kvtier_api.meta import find_condition
@@ -49,3 +49,18 @@ def test_a_place_is_not_given_up_before_it_was_in_use() -> None:
     volume = a_volume(state_since=NOW + HOURS, abandon="ticket 7")
     since = abandoned(volume, "the node is gone", NOW)["status"]["stateSince"]
     assert since == (NOW + HOURS).isoformat().replace("+00:00", "Z")
+
+
+def test_a_clock_that_is_ahead_makes_no_erasure_late_and_one_behind_hides_none() -> None:
+    """The node wrote since when, by its own clock: what counts is how long this controller has seen it."""
+    volume = a_volume(state=VolumeState.ERASING, state_since=NOW)
+
+    def scrubbed(now: datetime, seen_s: float) -> str:
+        status = plan(a_snapshot(a_tier(), [volume], now=now, ending_s={volume.uid: seen_s})).tier_status
+        assert status is not None
+        found = find_condition(status.conditions, "Scrubbed")
+        assert found is not None
+        return found.reason
+
+    assert scrubbed(NOW + HOURS, 2.0) == "Erasing"
+    assert scrubbed(NOW - HOURS, 60.0) == "DeadlineMissed"

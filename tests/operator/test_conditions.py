@@ -25,8 +25,12 @@ JUST_NOW = NOW - timedelta(seconds=3)
 def judge(volumes: list[VolumeFacts], where: Surroundings | None = None, **spec: Any) -> dict[str, Finding]:
     facts = a_tier(**spec)
     assert facts.spec is not None
-    tier = Tier(facts.spec, NOW, places(volumes, where or around()))
+    tier = Tier(facts.spec, NOW, places(volumes, where or around()), seen_ending(volumes))
     return {finding.type.value: finding for finding in findings(tier)}
+
+
+def seen_ending(volumes: list[VolumeFacts]) -> dict[str, float]:
+    return {it.uid: (NOW - it.state_since).total_seconds() for it in volumes if it.state_since is not None}
 
 
 def with_(number: int = 1, state: S | None = S.IN_USE, **conditions: tuple[bool | None, str]) -> VolumeFacts:
@@ -116,11 +120,12 @@ def test_a_reboot_that_lost_the_keys_of_a_silent_node_is_scrubbing() -> None:
 def test_an_overdue_volume_is_looked_at_when_its_deadline_passes() -> None:
     facts = a_tier()
     assert facts.spec is not None
-    tier = Tier(facts.spec, NOW, places([a_volume(state=S.DYING, state_since=JUST_NOW)], around()))
+    volume = a_volume(state=S.DYING, state_since=JUST_NOW)
+    tier = Tier(facts.spec, NOW, places([volume], around()), seen_ending([volume]))
     wait_s = overdue_in_s(tier)
     assert wait_s is not None
     assert 0 < wait_s <= 40
-    later = replace(tier, now=NOW + timedelta(seconds=wait_s))
+    later = replace(tier, ending_s={volume.uid: 3 + wait_s})
     assert {it.type: it for it in findings(later)}[ConditionType.SCRUBBED].reason is Reason.DEADLINE_MISSED
 
 
