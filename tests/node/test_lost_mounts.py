@@ -130,7 +130,7 @@ def test_kvtier_run_says_it_while_its_command_runs(host: Host) -> None:
     result = run_fenced(
         host.node,
         host.tier("Fscrypt", ranks=1),
-        ["sh", "-c", f"while [ ! -e {mark} ]; do sleep 0.1; done; exit 4"],
+        ["sh", "-c", f"for i in $(seq 600); do [ -e {mark} ] && exit 4; sleep 0.1; done"],
         say=say,
         on_started=lambda live, _: unmount(live),
     )
