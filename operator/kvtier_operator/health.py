@@ -5,6 +5,7 @@ Alive means: a reconcile, or a standby's look at the Lease, was completed not lo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -30,9 +31,9 @@ async def serving(metrics: Metrics, host: str, port: int, *, stalled_s: float) -
         return web.Response(text="ok\n")
 
     async def scrape(_: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        # Beside the loop: of thousands of tiers it takes seconds, and the Lease is renewed here.
+        text = await asyncio.to_thread(generate_latest, metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     app = web.Application(client_max_size=1024)
     app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", scrape)])

@@ -107,4 +107,4 @@ class Controller:
         ]
 
     def _http(self, path: str) -> httpx2.Response:
-        return httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=5, trust_env=False)
+        return httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=30, trust_env=False)
