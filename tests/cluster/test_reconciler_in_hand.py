@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from api_client import Api, node, tier, volume, volume_status
 from controlplane import ControlPlane
 from lightkube import KubeConfig
 
+from kvtier_api.volume import VolumeState
 from kvtier_operator.event_poster import EventPoster
-from kvtier_operator.facts import node_facts, tier_facts, volume_facts
+from kvtier_operator.facts import Body, node_facts, tier_facts, volume_facts
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import VOLUMES
 from kvtier_operator.kube import Kube
@@ -140,6 +144,35 @@ def test_the_history_limit_holds_for_volumes_and_records(api: Api, plane: Contro
 
     in_hand(plane, work)
     assert [it["metadata"]["name"] for it in api.list("kvcachevolumes")] == [bodies[-1]["metadata"]["name"]]
+
+
+def test_agents_that_report_faster_than_a_tier_comes_to_rest_are_no_failure(api: Api, plane: ControlPlane) -> None:
+    """A failure waits longer each time: a roll-out of a large tier would be shown ever later."""
+    name = f"node-{api.namespace}"
+    of = api.create("kvcachetiers", tier("t"))
+    api.create("nodes", node(name))
+    fact = volume_facts(api.create("kvcachevolumes", volume(of, name) | {"status": volume_status("Ready")}))
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(of))
+        hand.view.take(node_facts(api.get("nodes", name)))
+        hand.view.take(fact)
+        write, reports = hand.kube.apply_status, itertools.count(1)
+
+        async def write_while_agents_report(kind: Any, body: Mapping[str, Any]) -> Body:
+            answer = await write(kind, body)
+            count = next(reports)
+            state = VolumeState.IN_USE if count % 2 else VolumeState.READY
+            if count <= 6:
+                hand.view.take(replace(fact, version=str(int(fact.version) + count), state=state))
+            return answer
+
+        hand.kube.apply_status = write_while_agents_report  # type: ignore[method-assign]
+        assert await hand.reconciler.reconcile((api.namespace, "t")) == 0.0, "others have their turn, then it goes on"
+        assert await hand.reconciler.reconcile((api.namespace, "t")) is None, "at rest"
+
+    in_hand(plane, work)
+    assert api.get("kvcachetiers", "t")["status"]["volumes"]["ready"] == 1
 
 
 def test_what_is_forbidden_is_said_as_refused(api: Api, plane: ControlPlane) -> None:
