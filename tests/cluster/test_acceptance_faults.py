@@ -119,6 +119,26 @@ def test_a_node_that_is_cut_off_is_unknown_and_ends_what_was_asked_for_when_it_i
         installed.node.wait_ready()
 
 
+def test_a_watch_that_is_cut_off_learns_of_it(installed: Installed) -> None:
+    """It only listens. Every connection of the agent to the API server has the kernel's timer that asks whether the other lives."""
+    inside = [
+        "nsenter",
+        "-t",
+        str(installed.agent_pid()),
+        "-n",
+        "ss",
+        "-tnHo",
+        "state",
+        "established",
+        "dport",
+        "=",
+        ":443",
+    ]
+    lines = installed.node.run_inside(*inside).splitlines()
+    assert len(lines) >= 2, "its watches"
+    assert [line for line in lines if "timer:(keepalive" not in line and "timer:(on" not in line] == []
+
+
 @pytest.fixture
 def small_disk(installed: Installed) -> Iterator[Path]:
     """96 MiB for the ledger and for every tier."""

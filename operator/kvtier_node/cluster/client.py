@@ -5,6 +5,7 @@ The only modules that name lightkube are those of this package. A service accoun
 
 from __future__ import annotations
 
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from typing import Any, Final
 import httpx2
 import msgspec
 from lightkube import ApiError, AsyncClient, KubeConfig
+from lightkube.config.client_adapter import verify_cluster
+from lightkube.config.kubeconfig import SingleConfig
+from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 from lightkube.generic_resource import GenericNamespacedResource, create_namespaced_resource
 
@@ -29,6 +33,13 @@ __all__ = ["ERASURES", "FIELD_MANAGER", "TIERS", "VOLUMES", "ClusterOptions", "G
 FIELD_MANAGER: Final = "kvtier-node"
 _TIMEOUT_S: Final = 10.0
 _TEXT_LIMIT: Final = 500
+_KEPT_ALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A watch only listens: it would never learn that the other end is gone without a word, as behind a partition. Seconds."""
 
 Kind = type[GenericNamespacedResource]
 
@@ -56,13 +67,14 @@ class ClusterOptions:
 def connect(options: ClusterOptions) -> AsyncClient:
     """Nothing is sent yet. Raises UsageError for a kubeconfig that cannot be used."""
     try:
-        config = (
-            KubeConfig.from_service_account()
-            if options.kubeconfig is None
-            else KubeConfig.from_file(options.kubeconfig)
-        )
+        chosen = _configuration(options)
+        verified = verify_cluster(chosen.cluster, chosen.user or User(), chosen.abs_file, trust_env=False)
         return AsyncClient(
-            config=config.get(), timeout=httpx2.Timeout(_TIMEOUT_S), field_manager=FIELD_MANAGER, trust_env=False
+            config=chosen,
+            timeout=httpx2.Timeout(_TIMEOUT_S),
+            field_manager=FIELD_MANAGER,
+            trust_env=False,
+            transport=httpx2.AsyncHTTPTransport(verify=verified, trust_env=False, socket_options=_KEPT_ALIVE),
         )
     except (ConfigError, OSError, ssl.SSLError, msgspec.MsgspecError, KeyError, AssertionError) as error:
         raise UsageError(
@@ -70,6 +82,17 @@ def connect(options: ClusterOptions) -> AsyncClient:
             obj=f"kubeconfig {options.kubeconfig}" if options.kubeconfig else "the service account of this pod",
             remedy="give --kubeconfig FILE, or run in a pod with a service account",
         ) from error
+
+
+def _configuration(options: ClusterOptions) -> SingleConfig:
+    """Raises ConfigError, OSError."""
+    if options.kubeconfig is None:
+        config = KubeConfig.from_service_account().get()
+    else:
+        config = KubeConfig.from_file(options.kubeconfig).get()
+    if config is None:
+        raise ConfigError("it has no current context")
+    return config
 
 
 _BY_CODE: Final[dict[int, type[KvtierError]]] = {
