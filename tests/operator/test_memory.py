@@ -49,6 +49,10 @@ def test_agents_count_only_where_they_are_looked_at() -> None:
     assert view.surroundings(view.volumes(KEY)).agents == {"node-a": False}
     view.take(replace(agent, name="agent-y", ready=True))
     assert view.surroundings(view.volumes(KEY)).agents == {"node-a": True}, "a roll-out has two for a moment"
+    assert view.drop(AgentFacts, ("kvtier-system", "agent-y"), 99) == {KEY}
+    assert view.surroundings(view.volumes(KEY)).agents == {"node-a": False}
+    view.drop(AgentFacts, agent.key, 99)
+    assert view.surroundings(view.volumes(KEY)).agents == {}
     assert View(look_at_agents=False).surroundings([a_volume()]).agents is None
 
 
