@@ -147,9 +147,15 @@ async def _timed(work: Any) -> float:
 
 
 async def _pass(controller: Controller, tiers: Watched, fleet: Fleet) -> None:
-    """From the start of the process until every tier is Ready."""
+    """From the start of the process until every tier is Ready and was brought to rest."""
     await asyncio.to_thread(controller.start)
     await tiers.until(lambda: all(tiers.ready(key) == "True" for key in fleet.tiers))
+    await _all_looked_at(controller, fleet)
+
+
+async def _all_looked_at(controller: Controller, fleet: Fleet) -> None:
+    while await asyncio.to_thread(controller.metric, 'kvtier_reconciles_total{result="done"}') < fleet.size.tiers:
+        await asyncio.sleep(0.2)
 
 
 async def _at_rest(controller: Controller) -> None:
@@ -243,8 +249,7 @@ async def _hand_over(first: Controller, second: Controller, fleet: Fleet, tiers:
         await fleet.report(volume, VolumeState.IN_USE, ENCRYPTED=Reason.NOT_ENCRYPTED)
         await tiers.until(lambda: tiers.ready(key) == "False")
         found[how] = time.monotonic() - started
-        while follower.metric('kvtier_reconciles_total{result="done"}') < fleet.size.tiers:
-            await asyncio.sleep(0.2)
+        await _all_looked_at(follower, fleet)
         found[f"{how}, every tier looked at"] = time.monotonic() - started
         found[f"{how}, the follower's peak in MiB"] = peak_mib(follower)
         await fleet.report(volume, VolumeState.IN_USE)
