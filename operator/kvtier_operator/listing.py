@@ -13,8 +13,8 @@ from kvtier_operator.facts import Body, Key
 
 __all__ = ["LIST_CHUNK", "Listed", "page"]
 
-LIST_CHUNK: Final = 100
-"""Objects in one answer. A real Node has 15 KB, and five times that as Python objects."""
+LIST_CHUNK: Final = 500
+"""Objects in one answer, which is held as text: a real Node has 15 KB, and five times that as Python objects."""
 
 
 class _Metadata(msgspec.Struct, rename="camel"):

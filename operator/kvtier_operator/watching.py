@@ -34,7 +34,6 @@ from kvtier_operator.facts import (
     tier_facts,
     volume_facts,
 )
-from kvtier_operator.listing import LIST_CHUNK
 from kvtier_operator.settings import Settings
 from kvtier_operator.view import Fact, View
 
@@ -42,6 +41,8 @@ __all__ = ["Feed", "operator_settings", "registry"]
 
 log = structlog.get_logger(__name__)
 _PREFIX: Final = "controller.kvtier.dev"
+_LIST_CHUNK: Final = 100
+"""kopf decodes all of an answer at once."""
 _LAST_ERROR_S: Final = 30.0
 
 
@@ -137,7 +138,7 @@ def operator_settings(settings: Settings) -> kopf.OperatorSettings:
     found.watching.server_timeout = 300
     found.watching.client_timeout = 330
     found.watching.connect_timeout = 5
-    found.watching.chunk_size = LIST_CHUNK
+    found.watching.chunk_size = _LIST_CHUNK
     # kopf holds the last event of an object for as long as its worker idles.
     found.queueing.idle_timeout = 0.05
     if settings.agent_selector:
