@@ -115,6 +115,8 @@ def _recover_first(node: Node) -> None:
         note(f"erased {receipt.volume_id}, left by an earlier {receipt.trigger.value}; receipt {receipt.id}")
     for live, error in found.failed:
         note(f"{live.volume_id} cannot be erased yet, 'kvtier node' tries again: {error}")
+    for row, error in found.unguarded:
+        note(f"{row.volume_id} cannot be taken in hand, 'kvtier node' tries again: {error}")
     for live in (*found.adopted, *(live for live, _ in found.failed)):
         live.close_watch()
         live.guardian.close()

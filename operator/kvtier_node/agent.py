@@ -212,6 +212,7 @@ class Agent:
             adopted=[live.volume_id for live in found.adopted],
             failed={live.volume_id: str(error) for live, error in found.failed},
             guarded_elsewhere=found.guarded_elsewhere,
+            unguarded={row.volume_id: str(error) for row, error in found.unguarded},
         )
         for live in (*found.adopted, *(live for live, _ in found.failed)):
             self._watch(live)

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 
 from kvtier_api.erasure import Trigger
-from kvtier_api.errors import EraseIncomplete, KvtierError
+from kvtier_api.errors import EraseIncomplete, KvtierError, LedgerError
 from kvtier_api.tier import KVCacheTierSpec, ScrubVerify
 from kvtier_api.volume import BackendName, VolumeState
 from kvtier_node import backends, shared_memory
@@ -66,9 +66,16 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
     try:
         node.places.forget(row.place)
     except (KvtierError, OSError) as error:  # it is erased and on record: there is nothing to try again
-        node.ledger.add_event("Warning", "ForeignData", row.place, f"the place of an erased volume: {error}")
+        _tell(node, row, f"the place of an erased volume: {error}")
     live.guardian.close(ended=True)
     return receipt
+
+
+def _tell(node: Node, row: VolumeRow, message: str) -> None:
+    try:
+        node.ledger.add_event("Warning", "ForeignData", row.place, message)
+    except LedgerError:
+        pass  # a full disk: the directory is still there, and is told of by the next recovery and the next provisioning
 
 
 def abandon(node: Node, live: LiveVolume, reason: str) -> Receipt:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier_api.errors import KernelError
+from kvtier_node.kernel.refusal import refused
 
 __all__ = ["Guardian"]
 
@@ -32,14 +33,20 @@ class Guardian:
 
     @classmethod
     def try_acquire(cls, state_dir: str, volume_id: str) -> Self | None:
-        """Become the guardian of `volume_id`, or return None while another process is. Raises KernelError."""
+        """Become the guardian of `volume_id`, or return None while another process is.
+
+        Raises KernelError; InsufficientSpace, NotPermitted and others of `refused` where the lock file cannot be made.
+        """
         if not _VOLUME_ID.fullmatch(volume_id):
             raise KernelError("not a volume id", obj=repr(volume_id), remedy="this is a defect; please report it")
         directory = os.path.join(state_dir, "volumes")
-        os.makedirs(directory, mode=0o700, exist_ok=True)
         path = os.path.join(directory, f"{volume_id}.lock")
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.makedirs(directory, mode=0o700, exist_ok=True)
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            except OSError as error:
+                raise refused(error, path) from error
             try:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             except OSError as error:

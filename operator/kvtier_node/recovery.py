@@ -43,12 +43,13 @@ __all__ = ["Recovered", "evidence", "guard", "open_node", "recover", "tidy", "tr
 
 @dataclass
 class Recovered:
-    """What a recovery did. `failed` volumes stay `Erasing` and are tried again."""
+    """What a recovery did. `failed` volumes stay `Erasing` and are tried again; `unguarded` ones could not be taken in hand."""
 
     erased: list[Receipt] = field(default_factory=list)
     adopted: list[LiveVolume] = field(default_factory=list)
     failed: list[tuple[LiveVolume, KvtierError]] = field(default_factory=list)
     guarded_elsewhere: list[str] = field(default_factory=list)
+    unguarded: list[tuple[VolumeRow, KvtierError]] = field(default_factory=list)
 
 
 def open_node(
@@ -266,7 +267,11 @@ def recover(node: Node) -> Recovered:
     rebuild(node)
     result = Recovered()
     for row in node.ledger.volumes(frozenset(VolumeState) - TERMINAL):
-        live = guard(node, row)
+        try:
+            live = guard(node, row)
+        except (KvtierError, OSError) as error:
+            result.unguarded.append((row, error if isinstance(error, KvtierError) else refused(error, row.place)))
+            continue
         if live is None:
             result.guarded_elsewhere.append(row.volume_id)
             continue

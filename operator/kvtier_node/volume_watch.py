@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier_api.errors import KvtierError
+from kvtier_api.errors import KvtierError, LedgerError
 from kvtier_api.tier import KVCacheTierSpec
 from kvtier_node.erasing import abandon
 from kvtier_node.event_log import Log
@@ -135,7 +135,10 @@ class VolumeWatch:
             self._failing_since = time.monotonic()
         if text != self.failure:  # not the same one again at every try
             self._log.warning("cannot-erase-yet", error=text)
-            self._node.ledger.add_event("Warning", type(error).__name__, self.live.volume_id, text)
+            try:
+                self._node.ledger.add_event("Warning", type(error).__name__, self.live.volume_id, text)
+            except LedgerError as full:  # it must not keep the volume from being tried again
+                self._log.error("event-not-recorded", error=str(full))
         self.failure = text
 
     def _delay_s(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_api.errors import KernelError
+from kvtier_api.errors import KernelError, UnsafePath
 from kvtier_node.guardian import Guardian
 from node_host import eventually
 from requirements import need_tool
@@ -167,6 +167,6 @@ def test_what_is_no_volume_id_makes_no_file(tmp_path: Path, name: str) -> None:
 def test_a_symbolic_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "volumes").mkdir()
     (tmp_path / "volumes" / f"{VOLUME}.lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="symbolic link"):
+    with pytest.raises(UnsafePath, match="symbolic link"):
         Guardian.try_acquire(str(tmp_path), VOLUME)
     assert not (tmp_path / "elsewhere").exists()
