@@ -38,3 +38,20 @@ def test_an_erasure_does_not_wait_for_who_holds_the_volume_open(new_node, make_d
     node.cut(machine)  # the claims of every boot, the search of the raw disk among them
     node.disk = extra[0] if extra else node.disk
     assert node.hits() == []
+
+
+def test_a_volume_that_somebody_unmounts_stays_while_a_file_is_open_and_goes_when_nobody_can_use_it(new_node):
+    node = new_node()
+    machine = node.boot("agent_unmounted.py")
+    held = machine.wait_for("held", 120)
+    assert held["in_use"] == [True, True, True] and held["errors"] == []
+    assert "its mount was taken off its place" in held["why"]
+    assert held["key"], "who has a file open goes on using it"
+    unused = machine.wait_for("unused", 120)
+    assert unused["erased"], (unused["why"], unused["error"])
+    assert unused["lives"], "its consumer lives, and can't use it"
+    assert "nobody can use it" in unused["why"]
+    assert ["key-wiped", True] in unused["steps"]
+    machine.wait_for("done", 60)
+    machine.wait_off()
+    node.cut(machine)
