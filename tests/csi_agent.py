@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -411,11 +412,14 @@ class Kubelet:
 
     def left_over(self) -> list[str]:
         """Mounts and loop devices of this test that are still there."""
-        devices = [
-            device.parent.parent.name
-            for device in Path("/sys/block").glob("loop*/loop/backing_file")
-            if str(self.base) in device.read_text()
-        ]
+        devices = []
+        for device in Path("/sys/block").glob("loop*/loop/backing_file"):
+            try:
+                if str(self.base) in device.read_text():
+                    devices.append(device.parent.parent.name)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # it goes while it is looked at
+                    raise
         return [*self.mounts(), *devices]
 
 

@@ -313,7 +313,7 @@ class Host:
                 if path.read_text().startswith(f"{self.base}/"):
                     found.append(f"/dev/{path.parts[3]}")
             except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENXIO):
+                if error.errno not in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # it goes while it is looked at
                     raise
         return found
 
