@@ -46,11 +46,12 @@ class Settled:
 
     def at_rest(self) -> None:
         """Wait until nothing was written from one full list, which has every tier looked at, to the next."""
-        while True:
+        for _ in range(6):
             before = self.writes()
             self.resyncs(2)
             if self.writes() == before:
                 return
+        pytest.fail(f"never at rest: {self.writes() - before} from one full list to the next")
 
     def writes(self) -> Counter[str]:
         return AuditMark(self.plane, self.controller.user, since=0).writes()
