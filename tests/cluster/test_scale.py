@@ -151,7 +151,9 @@ def test_a_restarted_controller_finds_nothing_to_do(settled: Settled) -> None:
     looked = 'kvtier_reconciles_total{result="done"}'
     wait_until("all looked at", lambda: settled.controller.metric(looked) >= SIZE.tiers, limit_s=120)
     settled.resyncs(1)
-    assert dict(mark.writes()) == {}
+    done = mark.writes()
+    done.pop("create events 409", None)  # what the one before it may not have told, of the last minutes: it is there
+    assert dict(done) == {}
 
 
 def test_the_process_stays_small(settled: Settled) -> None:
