@@ -32,7 +32,7 @@ RESYNC = 'kvtier_resyncs_total{result="done"}'
 VOLUME_LIMIT_BYTES = 4096
 """Of memory for the facts of one volume, beside what many share. 1.8 KB were measured; an object as it comes has 25."""
 PROCESS_LIMIT_MIB = 200
-"""Measured: 105. The process itself has 85."""
+"""Measured: 87; ten thousand volumes: 166."""
 
 
 @dataclass
