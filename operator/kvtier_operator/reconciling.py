@@ -38,7 +38,7 @@ from kvtier_operator.places import Place
 from kvtier_operator.planning import Plan, Snapshot, own_places, plan
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
 from kvtier_operator.releasing import VolumeStep, holds
-from kvtier_operator.telling import Teller
+from kvtier_operator.telling import Teller, of_late
 from kvtier_operator.view import View
 
 __all__ = ["Reconciler"]
@@ -78,9 +78,12 @@ class Reconciler:
         self._ending_since_s: dict[Key, dict[str, float]] = {}
 
     def begin(self) -> None:
-        """What is there when this controller begins is no news."""
+        """What is there when this controller begins is no news, but for what the one before may have written and not told."""
         for volume in self._view.all_volumes():
             self._seen.setdefault(volume.tier, {})[volume.uid] = volume.state
+        for key in self._view.tier_keys():
+            if (tier := self._view.tier(key)) is not None and (untold := of_late(tier, self._now())):
+                self._teller.owe(key, untold)
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one tier to rest. Returns the seconds after which to look again, or None. Raises ApiProblem, NotLeading."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import Final, TypeVar
 
 import structlog
@@ -20,13 +21,15 @@ from kvtier_operator.event_reasons import EventReason
 from kvtier_operator.facts import ErasureFacts, Key, TierFacts
 from kvtier_operator.problems import ApiProblem, Refused
 
-__all__ = ["Teller", "still_true"]
+__all__ = ["Teller", "of_late", "still_true"]
 
 log = structlog.get_logger(__name__)
 _FIRST_S: Final = 2.0
 _LONGEST_S: Final = 300.0
 _AT_MOST: Final = 100
 """Of one tier. They are news, and the status says what they say."""
+_HAND_OVER: Final = timedelta(minutes=2)
+_SAME_NOTE: Final = frozenset({EventReason.TIER_DECLARED, EventReason.TIER_READY, EventReason.INVALID_SPEC})
 _ENDS: Final = {
     EventReason.ERASURE_COMPLETE: ErasureState.COMPLETE,
     EventReason.ERASURE_FAILED: ErasureState.FAILED,
@@ -86,6 +89,13 @@ class Teller:
             planned[_what(announcement)] = announcement
             _bound(planned)
 
+    def owe(self, key: Key, announcements: Iterable[Announcement]) -> None:
+        """What is true, and may or may not have been told."""
+        for announcement in announcements:
+            refused = self._left.setdefault(key, _OfTier()).refused
+            refused[announcement] = None
+            _bound(refused)
+
     async def settle(self, key: Key, tier: TierFacts | None, erasures: Collection[ErasureFacts]) -> float | None:
         """At rest: tell what is left. Returns the seconds after which to try again, or None."""
         left = self._left.get(key)
@@ -116,6 +126,21 @@ class Teller:
         if left.refused:
             left.again_at_s = time.monotonic() + min(_LONGEST_S, _FIRST_S * 2 ** min(left.tries, 16))
             left.tries += 1
+
+
+def of_late(tier: TierFacts, now: datetime) -> list[Announcement]:
+    """What a controller that was stopped between a status and its event may have left untold: of the last minutes alone.
+
+    Those whose note is the same whoever writes it, so that one that was told is found by its name.
+    """
+    status = tier.status
+    if status is None:
+        return []
+    recent = [it for it in status.conditions if now - it.last_transition_time < _HAND_OVER]
+    created = tier.meta.creation_timestamp
+    is_new = created is not None and now - created < _HAND_OVER
+    found = of_tier(replace(tier, status=None), status.model_copy(update={"conditions": recent}))
+    return [it for it in found if it.reason in _SAME_NOTE and (is_new or it.reason is not EventReason.TIER_DECLARED)]
 
 
 def still_true(announcement: Announcement, tier: TierFacts | None, erasures: Collection[ErasureFacts]) -> bool:

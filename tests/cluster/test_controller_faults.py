@@ -313,6 +313,23 @@ def test_a_write_that_was_on_its_way_while_another_took_over_comes_too_late(line
     line.told_once("DeletionDone")
 
 
+def test_a_leader_killed_between_a_status_and_its_event_leaves_the_event_to_the_next(
+    plane: ControlPlane, api: Api
+) -> None:
+    with behind_a_proxy(plane, api.namespace) as first:
+        first.wait_leads()
+        line = Line(api, first.proxy, first)
+        unsent = first.proxy.hold("POST", "/events")
+        line.tier()
+        line.wait_ready("Unknown", "NoVolumes")
+        assert unsent.held.wait(60)
+        assert line.events("TierDeclared") == []
+        first.stop(kill=True)
+    with behind_a_proxy(plane, api.namespace) as second:
+        second.wait_leads()
+        line.told_once("TierDeclared")
+
+
 # -- the Lease, and clocks that are wrong
 
 

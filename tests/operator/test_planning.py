@@ -17,6 +17,7 @@ from kvtier_operator.facts import TierFacts, tier_facts, volume_facts
 from kvtier_operator.places import Surroundings, places
 from kvtier_operator.planning import Plan, Snapshot, plan
 from kvtier_operator.releasing import VolumeStep
+from kvtier_operator.telling import of_late
 from operator_facts import GOOD, NOW, a_node, a_record, a_request, a_snapshot, a_tier, a_volume, around, receipt, said
 
 S = VolumeState
@@ -258,3 +259,14 @@ def test_a_record_that_an_open_request_needs_is_not_forgotten() -> None:
     others = [a_record(a_volume(n), end=NOW - timedelta(minutes=n), name=f"r{n}") for n in (2, 3)]
     todo = plan(a_snapshot(a_tier(), [a_volume(8)], erasures=[request, needed, *others], history_limit=1))
     assert [it.name for it in todo.forget_erasures] == ["r3"]
+
+
+def test_what_the_controller_before_wrote_and_did_not_tell_is_told_by_the_next() -> None:
+    """It was killed between the status and the event. What is older than a hand-over was told, or is no news any more."""
+    new = replace(a_tier(), meta=a_tier().meta.model_copy(update={"creation_timestamp": NOW}))
+    status = plan(a_snapshot(new, [a_volume()])).tier_status
+    written = replace(new, status=status)
+    assert [it.reason for it in of_late(written, NOW)] == [EventReason.TIER_DECLARED, EventReason.TIER_READY]
+    assert set(of_late(written, NOW)) <= set(plan(a_snapshot(new, [a_volume()])).announcements), "by the same name"
+    assert of_late(written, NOW + timedelta(minutes=10)) == []
+    assert of_late(new, NOW) == [], "nothing was written yet: the plan tells it"
