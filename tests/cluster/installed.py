@@ -272,13 +272,29 @@ class Use:
         }
         self.pod = self.api.create("pods", body)
 
-    def said(self) -> list[Json]:
-        """What the pod's processes said, one after another, from kubelet's own log files."""
-        name = f"{self.api.namespace}_{self.pod_name}_{self.uid}"
+    def said(self, name: str = "*") -> list[Json]:
+        """What the pod's processes said, one after another, from kubelet's own log files: a file for each container."""
+        folder = f"{self.api.namespace}_{self.pod_name}_{self.uid}"
         lines = []
-        for path in sorted((self.node.base / "log" / "pods" / name / "engine").glob("*.log")):
+        for path in sorted((self.node.base / "log" / "pods" / folder / "engine").glob(f"{name}.log")):
             lines += [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
         return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def said_by_the_next(self, pid: int) -> list[Json]:
+        """What the container that runs now has said, if it is not that of `pid`, and has written; else nothing.
+
+        kubelet keeps no log of those before the last two.
+        """
+        (status,) = self.refreshed()["status"].get("containerStatuses") or [{}]
+        if "running" not in status.get("state", {}):
+            return []
+        said = self.said(str(status["restartCount"]))
+        written = bool(said) and "written" in said[-1]
+        return (
+            said
+            if written and self.node.tasks().get(status["containerID"].removeprefix("containerd://"), pid) != pid
+            else []
+        )
 
     def has_written(self, *, times: int = 1) -> bool:
         said = self.said()
@@ -308,6 +324,7 @@ class Use:
             if each["spec"]["consumer"]["podUid"] == self.uid and not _final(each)
         ]
         self.volume = found["metadata"]["name"]
+        self.node.volumes.add(self.volume)
         return found
 
     def container_pid(self) -> int:

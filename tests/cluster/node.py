@@ -67,6 +67,8 @@ class Node:
         self._answers: list[dict[str, Any]] = []
         self._ended: dict[str, int] = {}
         self._changed = threading.Condition()
+        self.volumes: set[str] = set()
+        """Ids of volumes that a test has seen here: one may lie on another disk, which is gone."""
         self.pids: dict[str, int] = {}
         """What runs of the node's own, in the node's PID namespace."""
 
@@ -450,22 +452,31 @@ class Node:
         wait_until("the node's cgroups are gone", gone, limit_s=20)
 
     def loops(self) -> list[str]:
-        """Loop devices on files of this node."""
+        """Loop devices on images of this node, also of those that have lost their name.
+
+        By inode, or by the volume's id: the path is one of a name space of the node's, and may begin anywhere.
+        """
+        images = [path.stat() for path in (self.base / "lib").rglob("volume.img")]
+        inodes = {(info.st_dev, info.st_ino) for info in images}
+        volumes = self.volumes | {path.name for path in (self.base / "lib" / "kvtier" / "tiers").glob("*/kvv-*")}
         found = []
         for path in Path("/sys/block").glob("loop*/loop/backing_file"):
+            device = f"/dev/{path.parts[3]}"
             with contextlib.suppress(OSError):
-                if path.read_text().startswith((f"{self.base}/", "/var/lib/kvtier/")) and self._is_ours(path.parts[3]):
-                    found.append(f"/dev/{path.parts[3]}")
+                below = set(path.read_text().removesuffix("\n").removesuffix(" (deleted)").split("/"))
+                if below & volumes or self._below(device) in inodes:
+                    found.append(device)
         return found
 
-    def _is_ours(self, device: str) -> bool:
-        """By the inode of what it has below: the path is one of the node's own name space."""
-        listed = subprocess.run(
-            ["losetup", "-n", "-O", "BACK-INO", f"/dev/{device}"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        return (
-            listed in {str(path.stat().st_ino) for path in (self.base / "lib").rglob("volume.img")} if listed else False
-        )
+    @staticmethod
+    def _below(device: str) -> tuple[int, int] | None:
+        """st_dev and st_ino of the file below a loop device."""
+        columns = ["losetup", "-n", "-O", "BACK-MAJ:MIN,BACK-INO", device]
+        listed = subprocess.run(columns, capture_output=True, text=True, check=False).stdout.split()
+        if len(listed) != 2:
+            return None
+        major, minor = (int(part) for part in listed[0].split(":"))
+        return os.makedev(major, minor), int(listed[1])
 
     def _detach_loops(self) -> None:
         for device in self.loops():

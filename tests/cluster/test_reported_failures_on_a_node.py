@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from api_client import Json
 from installed import NAMESPACE, TIERS, VOLUMES, Installed, Use
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -132,17 +133,15 @@ def test_vllm_54002_51317_a_container_starts_again_though_the_old_one_left_its_r
             use.wait("the agent has seen who has the region", lambda: region_is_held(use))
             before = use.container_pid()
             use.node.kill(before)
-            use.wait("the next container has written", lambda before=before: has_written_since(use, before), limit_s=90)  # type: ignore[misc]
+            wait_for_the_next(use, before)
         use.node.kubectl("-n", use.api.namespace, "delete", "pod", use.pod_name, "--wait=false")
         use.expect_erased("Crash", "Exit")
 
 
-def has_written_since(use: Use, pid: int) -> bool:
-    """Whether a container that is not this one runs and has written. kubelet keeps no log of those before the last two."""
-    try:
-        return use.container_pid() != pid and "written" in use.said()[-1]
-    except (KeyError, IndexError):  # between two containers
-        return False
+def wait_for_the_next(use: Use, pid: int) -> list[Json]:
+    """What the container after that of `pid` said, once it has written."""
+    use.wait("the next container has written", lambda: bool(use.said_by_the_next(pid)), limit_s=180)
+    return use.said_by_the_next(pid)
 
 
 def region_is_held(use: Use) -> bool:
@@ -161,9 +160,9 @@ def region_is_held(use: Use) -> bool:
 
 @dataclass
 class Rebooted:
-    """`stay` are pods that the node starts anew; `forgotten` one that the API deleted while the node was down."""
+    """`stay` are pods that the node starts anew, with the pid of their first process; `forgotten` one that the API deleted while the node was down."""
 
-    stay: list[Use]
+    stay: list[tuple[Use, int]]
     forgotten: Use
 
 
@@ -182,13 +181,14 @@ def rebooted(installation: Installed) -> Iterator[Rebooted]:
         for use in (*stay, forgotten):
             use.wait_started()
             use.look_up()
+        pids = [use.container_pid() for use in stay]
         restarts = installation.agent_restarts()
         node.crash()
         where = ("-n", forgotten.api.namespace)
         node.kubectl(*where, "delete", "pod", forgotten.pod_name, "--force", "--grace-period=0")
         node.boot()
         installation.wait_agent(restarts=restarts + 1)
-        yield Rebooted(stay, forgotten)
+        yield Rebooted(list(zip(stay, pids, strict=True)), forgotten)
 
 
 def test_kubernetes_92299_a_volume_that_kubelet_never_unpublishes_is_erased(rebooted: Rebooted) -> None:
@@ -205,17 +205,15 @@ def test_kubernetes_120853_a_target_that_is_an_empty_directory_by_now_is_taken_a
 
 def test_calico_9279_k8s_csi_s3_149_each_pod_is_given_its_own_volume_again(rebooted: Rebooted) -> None:
     """calico#9279, yandex-cloud/k8s-csi-s3#149: after a restart a pod finds another's directory, or a plain one of the node's disk."""
-    for use in rebooted.stay:
+    for use, pid in rebooted.stay:
         before = use.volume
-        use.wait("the pod has written again", lambda use=use: use.has_written(times=2), limit_s=90)  # type: ignore[misc]
-        first, _, again, written = use.said()
-        assert first["files"] == again["files"]
+        again, written = wait_for_the_next(use, pid)
+        assert again["files"] == ["slot.rank_0", "slot.rank_1"]
         assert set(again["found"].values()) == {0}
-        assert written["volume"] == use.look_up()["metadata"]["name"] != before
-        now, use.volume = use.volume, before
+        assert written["volume"] != before
         use.expect_erased("Crash", "Reboot", told=frozenset())
-        use.volume = now
-        assert written["volume"] not in [other.volume for other in rebooted.stay if other is not use]
+        assert use.look_up()["metadata"]["name"] == written["volume"]
+        assert written["volume"] not in [other.volume for other, _ in rebooted.stay if other is not use]
 
 
 # -- the end of kvtier's own namespace
