@@ -103,8 +103,8 @@ def key_is_written_to_the_disk() -> None:
 
 
 def another_boot_is_not_noticed() -> None:
-    """A volume in use stays in use, whatever happened since."""
-    recovery.evidence = lambda live: Evidence(True, "it was in use")
+    """A volume in use stays in use, whatever happened since: the boot, and that its mount went with it."""
+    recovery.usage = lambda node, live: Evidence(True, "it was in use")
 
 
 def devices_are_known_by_their_names() -> None:
