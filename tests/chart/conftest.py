@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "cluster")]
 import build_tools  # noqa: E402
 from api_client import Api, Refused, tier  # noqa: E402
 from controlplane import TOOLS, ControlPlane, binary, wait_until  # noqa: E402
-from rendering import CHART, NAMESPACE, RELEASE, Json, Rendered, helm_template  # noqa: E402
+from rendering import CHART, NAMESPACE, REGISTRY, RELEASE, Json, Rendered, helm_template  # noqa: E402
 
 
 def tool(name: str) -> Path:
@@ -90,6 +90,9 @@ class Cluster:
         return subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, check=False)
 
 
+INTO = (str(CHART), "--namespace", NAMESPACE, "--set", f"image.registry={REGISTRY}")
+
+
 def service_account(name: str) -> str:
     return f"system:serviceaccount:{NAMESPACE}:{RELEASE}-{name}"
 
@@ -98,7 +101,7 @@ def service_account(name: str) -> str:
 def cluster(bare_plane: ControlPlane, helm: Path, kubectl: Path) -> Cluster:
     """By `helm install`, with nothing that would run: there is no scheduler. Waits until the policies act."""
     cluster = Cluster(bare_plane, bare_plane.admin, helm, kubectl)
-    done = cluster.run_helm("install", RELEASE, str(CHART), "--namespace", NAMESPACE, "--create-namespace")
+    done = cluster.run_helm("install", RELEASE, *INTO, "--create-namespace")
     assert done.returncode == 0, done.stderr
     assert ("Nothing is injected" in done.stdout) == build_tools.on_floor(), "off below 1.36, and said so"
     with bare_plane.http() as client:

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "kvtier"
 NAMESPACE = "kvtier-system"
 RELEASE = "kvtier"
+REGISTRY = "registry.example.com"
+"""What everybody has to set: rendered with it unless `values` has an `image` of its own."""
 NEW, FLOOR = "1.36.3", "1.34.4"
 MAP_V1 = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
 
@@ -80,7 +82,13 @@ def helm_template(
         "-",
     ]
     command += ["--api-versions", MAP_V1] if with_map else []
-    done = subprocess.run(command, input=json.dumps(values or {}), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        input=json.dumps({"image": {"registry": REGISTRY}} | (values or {})),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise HelmRefused(done.stderr)
     return Rendered([it for it in yaml.safe_load_all(done.stdout) if it])

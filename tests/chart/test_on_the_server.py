@@ -62,14 +62,30 @@ def test_only_the_agent_needs_a_privileged_namespace(level: str, people: Any, de
 
 def test_an_upgrade_by_helm_is_taken(cluster: Any) -> None:
     done = cluster.run_helm(
-        "upgrade", "kvtier", str(CHART), "--namespace", NAMESPACE, "--set", "controller.historyLimit=50"
+        "upgrade",
+        "kvtier",
+        str(CHART),
+        "--namespace",
+        NAMESPACE,
+        "--reuse-values",
+        "--set",
+        "controller.historyLimit=50",
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_second_release_in_the_cluster_is_refused(cluster: Any) -> None:
     """There is one driver of that name, and one agent on each node."""
-    done = cluster.run_helm("install", "second", str(CHART), "--namespace", "second", "--create-namespace")
+    done = cluster.run_helm(
+        "install",
+        "second",
+        str(CHART),
+        "--namespace",
+        "second",
+        "--create-namespace",
+        "--set",
+        "image.registry=r.example.com",
+    )
     assert done.returncode != 0
     assert "exists and cannot be imported" in done.stderr or "conflict" in done.stderr.lower(), done.stderr
 

@@ -34,6 +34,11 @@ REFUSED: dict[str, tuple[Json, str]] = {
     "no digest": ({"node": {"image": {"digest": "latest"}}}, "digest"),
     "a port beyond all ports": ({"node": {"port": 70000}}, "port"),
     "no label of a volume": ({"injection": {"volumeName": "KV"}}, "volumeName"),
+    "no registry": ({"image": {"registry": ""}}, "image.registry: .*Docker Hub"),
+    "a registry without a host": ({"image": {"registry": "team"}}, "image.registry: .*Docker Hub"),
+    "a URL for a registry": ({"image": {"registry": "http://r.example.com/"}}, "registry"),
+    "no root for tiers": ({"node": {"tierRoots": None}}, "tierRoots"),
+    "the system's directory as a root": ({"node": {"tierRoots": ["/etc/kv"]}}, "is the system's"),
     "a quantity that is none": ({"node": {"resources": {"limits": {"memory": "much"}}}}, "memory"),
 }
 
@@ -103,6 +108,8 @@ def notes(helm: Path, *arguments: str) -> str:
         "--namespace",
         "kvtier-system",
         "--dry-run=client",
+        "--set",
+        "image.registry=registry.example.com",
         *arguments,
     ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("NOTES:")[1]

@@ -122,13 +122,14 @@ def test_the_page_holds_from_its_first_command_to_its_last(reader: Reader, insta
 
 
 def test_the_readme_says_the_same_commands() -> None:
-    """What the README shows of a cluster is run too: by the page, or, `helm install`, by every test on a node."""
+    """What the README shows of a cluster is run too: by the page, or, what installs it, by every test on a node."""
     part = (ROOT / "README.md").read_text().split("## In a cluster\n")[1].split("\n## ")[0]
     run = {line for block in blocks(PAGE.read_text()) if block.kind == "sh" for line in block.text.splitlines()}
     commands = [line for block in blocks(part) if block.kind == "sh" for line in block.text.splitlines()]
-    assert len(commands) == 3
-    assert commands[0].startswith("helm install kvtier charts/kvtier --namespace kvtier-system --create-namespace")
-    assert set(commands[1:]) <= run
+    assert len(commands) == 4
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert all(command in install for command in (*commands[0].split(" && "), commands[1]))
+    assert set(commands[2:]) <= run
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
 {{/* Call with (dict "root" $ "image" .Values.node.image). */}}
+{{- define "kvtier.repository" -}}
+{{- with .root.Values.image.registry -}}{{- trimSuffix "/" . -}}/{{- end -}}{{- .image.repository -}}
+{{- end -}}
+
 {{- define "kvtier.image" -}}
-{{- $repository := .image.repository -}}
-{{- with .root.Values.image.registry -}}{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository -}}{{- end -}}
+{{- $repository := include "kvtier.repository" . -}}
 {{- if .image.digest -}}
 {{- printf "%s@%s" $repository .image.digest -}}
 {{- else -}}
@@ -82,6 +85,12 @@ imagePullSecrets:
 {{- if and .Values.drain.force (ne .Values.drain.force $typed) -}}
 {{- fail (printf "drain.force: %q is not the confirmation: write exactly %q, or leave it empty" .Values.drain.force $typed) -}}
 {{- end -}}
+{{- range $image := list .Values.controller.image .Values.node.image -}}
+{{- $repository := include "kvtier.repository" (dict "root" $ "image" $image) -}}
+{{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/" $repository) -}}
+{{- fail (printf "image.registry: %q names no registry, so it would come from Docker Hub, where kvtier has no images: set image.registry to where you pushed yours (docs/install.md)" $repository) -}}
+{{- end -}}
+{{- end -}}
 {{- range .Values.controller.watchNamespaces -}}
 {{- if eq . $.Release.Namespace -}}{{- fail (printf "controller.watchNamespaces: %q is kvtier's own namespace: keep tiers out of it" .) -}}{{- end -}}
 {{- end -}}
@@ -92,6 +101,9 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 {{- range $root := .Values.node.tierRoots -}}
+{{- if regexMatch "^/(bin|boot|dev|etc|lib|lib64|proc|root|run|sbin|sys|usr)(/|$)" $root -}}
+{{- fail (printf "node.tierRoots: %q is the system's: choose a directory of its own, such as /var/lib/kvtier/tiers or the mount point of a disk" $root) -}}
+{{- end -}}
 {{- if or (eq $root $.Values.node.stateDir) (hasPrefix (printf "%s/" $root) $.Values.node.stateDir) (hasPrefix (printf "%s/" $.Values.node.stateDir) $root) -}}
 {{- fail (printf "node.tierRoots: %q and node.stateDir %q lie in each other: the ledger must be outside of what tiers may use" $root $.Values.node.stateDir) -}}
 {{- end -}}
