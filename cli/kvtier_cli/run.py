@@ -25,6 +25,7 @@ from kvtier_cli.output import note
 if TYPE_CHECKING:
     from kvtier_api.tier import KVCacheTier
     from kvtier_node.node import Node
+    from kvtier_node.receipts import Receipt
     from kvtier_node.run import RunResult
 
 __all__ = ["CONTEXT", "run"]
@@ -112,7 +113,9 @@ def _recover_first(node: Node) -> None:
     with _said_if_slow("erasing what an earlier crash left; the command starts after that"):
         found = recover(node)
     for receipt in found.erased:
-        note(f"erased {receipt.volume_id}, left by an earlier {receipt.trigger.value}; receipt {receipt.id}")
+        note(
+            f"erased {receipt.volume_id}, left by an earlier {receipt.trigger.value}; receipt {receipt.id}{_found(receipt)}"
+        )
     for live, error in found.failed:
         note(f"{live.volume_id} cannot be erased yet, 'kvtier node' tries again: {error}")
     for row, error in found.unguarded:
@@ -120,6 +123,13 @@ def _recover_first(node: Node) -> None:
     for live in (*found.adopted, *(live for live, _ in found.failed)):
         live.close_watch()
         live.guardian.close()
+
+
+def _found(receipt: Receipt) -> str:
+    from kvtier_node.receipts import plaintext_of
+
+    detail = plaintext_of(receipt.steps)
+    return f"; plaintext was found in it, and overwritten: {detail}" if detail else ""
 
 
 def _conclude(result: RunResult) -> int:
@@ -130,7 +140,7 @@ def _conclude(result: RunResult) -> int:
         late = {True: "", False: f", after the deadline of {receipt.deadline_s} s", None: ""}[receipt.deadline_met]
         note(
             f"erased {result.volume_id} in {receipt.duration_s} s{late}"
-            f" ({receipt.trigger.value}, {receipt.technique.value}); receipt {receipt.id}"
+            f" ({receipt.trigger.value}, {receipt.technique.value}); receipt {receipt.id}{_found(receipt)}"
         )
         return result.exit_code
     note(f"{result.volume_id} is not erased yet, 'kvtier node' or the next start tries again: {result.error}")

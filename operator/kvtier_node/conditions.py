@@ -19,6 +19,7 @@ from kvtier_api.volume import BackendName, VolumeState
 from kvtier_node.hardening import HostFacts
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.measuring import VolumeMeasurement
+from kvtier_node.sampling import SampleResult
 from kvtier_node.tier_check import TierCheck
 
 __all__ = ["Finding", "TierFacts", "VolumeFacts", "findings", "is_overdue", "to_conditions"]
@@ -48,7 +49,10 @@ class VolumeFacts:
 
 @dataclass(frozen=True)
 class TierFacts:
-    """All that is known of a tier at `now`. `missed`: receipt of the last erasure, if it was after its deadline."""
+    """All that is known of a tier at `now`.
+
+    `missed`, `plaintext`: receipt of the last erasure, if it was after its deadline, if it found plaintext.
+    """
 
     tier: KVCacheTier
     now: datetime
@@ -57,6 +61,7 @@ class TierFacts:
     check: TierCheck | None = None
     host: HostFacts | None = None
     missed: str = ""
+    plaintext: str = ""
     manifest_problem: str = ""
     recovering: bool = False
     deleting: bool = False
@@ -155,7 +160,10 @@ def salt_enforced(facts: TierFacts) -> Finding:
 
 
 def retention_enforced(facts: TierFacts) -> Finding:
-    """Blocks end with the engine's key epochs, so what counts is that the slots in use are ciphertext of the engine's."""
+    """Blocks end with the engine's key epochs. Of that only the slots can be seen from here: that they look sealed.
+
+    Which keys sealed them, and when those end, is in the engine's memory alone: the message says so.
+    """
 
     def found(status: bool | None, reason: Reason, message: str) -> Finding:
         return Finding(ConditionType.RETENTION_ENFORCED, status, reason, message)
@@ -172,11 +180,21 @@ def retention_enforced(facts: TierFacts) -> Finding:
     missing = _unmeasured(used)
     if missing is not None:
         return found(None, *missing)
-    unused = [v.row for v in used if v.measured is None or v.measured.slots is None or not v.measured.slots.ciphertext]
+    samples = [(v.row, v.measured.slots if v.measured is not None else None) for v in used]
+    unused = [
+        (row, it.why_unknown() if it else "no slot is used yet") for row, it in samples if not (it and it.ciphertext)
+    ]
     if unused:
-        return found(None, Reason.NOT_YET_MEASURED, _each((row, "no slot is used yet") for row in unused))
-    text = _each((v.row, v.measured.slots.sentence()) for v in used if v.measured and v.measured.slots)
-    return found(True, Reason.SLOTS_SAMPLED_SEALED, f"sealed by the engine, which ends with its key epochs: {text}")
+        return found(None, Reason.NOT_YET_MEASURED, _each(unused))
+    return found(True, Reason.SLOTS_SAMPLED_SEALED, _each((row, _looks_sealed(it)) for row, it in samples if it))
+
+
+def _looks_sealed(sample: SampleResult) -> str:
+    seen = f"{sample.ciphertext} of {sample.ciphertext + sample.plaintext} sampled blocks in use"
+    return (
+        f"{seen} cannot be told from random bytes; that they are sealed under key epochs is the engine's word and was not"
+        f" measured ({sample.sentence()})"
+    )
 
 
 def scrubbed(facts: TierFacts) -> Finding:
@@ -197,6 +215,8 @@ def scrubbed(facts: TierFacts) -> Finding:
     if ending:
         return found(None, Reason.ERASING, _each((v.row, "being erased, within its deadline") for v in ending))
     text = "no volume of an ended consumer is on record as not erased"
+    if facts.plaintext:
+        text = f"{text}; the last erasure found plaintext, and overwrote it: {facts.plaintext}"
     if facts.missed:
         text = f"{text}; the last erasure was after its deadline: {facts.missed}"
     return found(True, Reason.NOTHING_LEFT, text)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict
+from typing import Final
 
 from kvtier_api.erasure import Trigger
 from kvtier_api.errors import EraseIncomplete, KvtierError, LedgerError
+from kvtier_api.reasons import Reason
 from kvtier_api.tier import KVCacheTierSpec, ScrubVerify
 from kvtier_api.volume import BackendName, VolumeState
 from kvtier_node import backends, shared_memory
@@ -22,10 +24,15 @@ from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import Death, LiveVolume, ranges_of, request_of
 from kvtier_node.node import Node
 from kvtier_node.paths import Directory
-from kvtier_node.receipts import Receipt, ReceiptDraft, Step, Technique, TierIdentity, seconds, utc_now
+from kvtier_node.receipts import Receipt, ReceiptDraft, Step, Technique, TierIdentity, plaintext_of, seconds, utc_now
 from kvtier_node.sampling import Range, joined
 
 __all__ = ["Death", "abandon", "erase"]
+
+_COPIES: Final = (
+    "plaintext was found in the volume and overwritten; copies of it from before that, of a disk, a snapshot or a backup, are not"
+    " reached"
+)
 
 
 def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None = None) -> Receipt:
@@ -45,9 +52,10 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
         raise refused(error, error.filename if isinstance(error.filename, str) else row.place) from error
     deadline_s = float(KVCacheTierSpec.model_validate(row.spec).scrub.deadline)
     took_s = destroyed_clock - (death.monotonic if death else clock)
+    draft = _draft(node, row, trigger)
     receipt = node.ledger.finish(
         row.volume_id,
-        _draft(node, row, trigger).model_copy(
+        draft.model_copy(
             update={
                 "technique": _technique(row, steps),
                 "consumer_died_at": row.facts.get("died_at"),
@@ -58,6 +66,7 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
                 "deadline_met": took_s <= deadline_s if death else None,
                 "duration_s": seconds(round(took_s, 6)),
                 "steps": steps,
+                "not_covered": [*([_COPIES] if plaintext_of(steps) else []), *draft.not_covered],
             }
         ),
         node.identity,
@@ -66,16 +75,16 @@ def erase(node: Node, live: LiveVolume, trigger: Trigger, *, death: Death | None
     try:
         node.places.forget(row.place)
     except (KvtierError, OSError) as error:  # it is erased and on record: there is nothing to try again
-        _tell(node, row, f"the place of an erased volume: {error}")
+        _tell(node, "ForeignData", row.place, f"the place of an erased volume: {error}")
     live.guardian.close(ended=True)
     return receipt
 
 
-def _tell(node: Node, row: VolumeRow, message: str) -> None:
+def _tell(node: Node, reason: str, about: str, message: str) -> None:
     try:
-        node.ledger.add_event("Warning", "ForeignData", row.place, message)
+        node.ledger.add_event("Warning", reason, about, message)
     except LedgerError:
-        pass  # a full disk: the directory is still there, and is told of by the next recovery and the next provisioning
+        pass  # a full disk. A directory is still there, and told of by the next recovery; plaintext is on the receipt
 
 
 def abandon(node: Node, live: LiveVolume, reason: str) -> Receipt:
@@ -144,6 +153,8 @@ def _with_findings(node: Node, row: VolumeRow, found: list[Step]) -> list[Step]:
     """The second reader's steps, after those of earlier attempts that found plaintext: that stays on record."""
     earlier = [Step(**step) for step in row.facts.get("findings", [])]
     if any(step.ok is False for step in found):
+        if plaintext := plaintext_of(found):
+            _tell(node, Reason.PLAINTEXT_FOUND.value, row.volume_id, plaintext)
         node.ledger.note(row.volume_id, facts={"findings": [asdict(step) for step in earlier + found]})
     return earlier + found
 
@@ -174,7 +185,7 @@ def _absent(node: Node, row: VolumeRow) -> Step:
 
 
 def refuse_false_claim(row: VolumeRow, steps: list[Step]) -> None:
-    """Raise EraseIncomplete if a step failed that no later step made good."""
+    """Raise EraseIncomplete if a step failed that no later step of its kind made good, or made impossible to measure."""
     last = {step.name.removesuffix("-after-overwrite"): step for step in steps}
     for step in last.values():
         if step.ok is False:

@@ -19,6 +19,7 @@ from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY, check_marker
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import BACKENDS
 from kvtier_node.backends.base import Measurement
+from kvtier_node.backends.seal_only import shown_by
 from kvtier_node.kernel import bounded
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import request_of
@@ -26,7 +27,7 @@ from kvtier_node.lost_mounts import LOST, has_lost_mount
 from kvtier_node.node import Node
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
-from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult
+from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult, end_of_file, merge
 from kvtier_node.slots import open_consumer_file, walk_files
 
 __all__ = ["VolumeMeasurement", "data_segments", "measure_volume"]
@@ -63,7 +64,7 @@ def measure_volume(node: Node, row: VolumeRow) -> VolumeMeasurement:
                 return VolumeMeasurement(now, _of_place(place, row), marker_error=f"{LOST}: {_GOES_ON}")
             marker_error = _marker_error(row)
             sample, used_bytes = _sample(place)
-            encryption = _of_sample(sample) if row.backend is BackendName.SEAL_ONLY else _of_place(place, row)
+            encryption = shown_by(sample) if row.backend is BackendName.SEAL_ONLY else _of_place(place, row)
         return VolumeMeasurement(now, encryption, sample, marker_error, used_bytes)
     except (KvtierError, OSError) as error:
         return VolumeMeasurement(now, error=str(error))
@@ -81,18 +82,9 @@ def _marker_error(row: VolumeRow) -> str:
     return ""
 
 
-def _of_sample(sample: SampleResult) -> Measurement:
-    """`SealOnly` has no other encryption than the engine's: what the slots show is the measurement."""
-    if sample.plaintext:
-        return Measurement(False, f"slots hold plaintext: {sample.sentence()}")
-    if not sample.ciphertext:
-        return Measurement(None, "no slot is used yet")
-    return Measurement(True, f"every used block that was sampled is ciphertext: {sample.sentence()}")
-
-
 def _sample(place: Directory) -> tuple[SampleResult, int]:
-    """A sample of some files of the volume, and how many bytes in all of its files were written."""
-    total = SampleResult(blocks=0, empty=0, ciphertext=0, plaintext=0, plaintext_at=[], direct=True)
+    """A sample: some places of some files, the end of every file. And how many bytes in all of the files were written."""
+    results: list[SampleResult] = []
     used_bytes = read = 0
     with (
         place.child(MOUNT_NAME, same_device=False) as root,
@@ -106,31 +98,22 @@ def _sample(place: Directory) -> tuple[SampleResult, int]:
                 segments = data_segments(fd)
                 used_bytes += sum(part.length for part in segments)
                 if segments and read < _FILES:
-                    total, read = _sum(total, _read(fd, segments)), read + 1
+                    results, read = [*results, _read(fd, segments)], read + 1
+                end = end_of_file(fd)
+                if end.plaintext:
+                    results.append(end)
+                    used_bytes += os.fstat(fd).st_size % BLOCK_BYTES
             finally:
                 os.close(fd)
-    return total, used_bytes
+    return merge(results), used_bytes
 
 
 def _read(fd: int, segments: list[Range]) -> SampleResult:
     ranges = [[part.offset, part.length] for part in _windows(segments)]
-    if not ranges:
-        return SampleResult(blocks=0, empty=0, ciphertext=0, plaintext=0, plaintext_at=[], direct=True)
     answer = bounded.call(
         "kvtier_node.children.reading:read_ranges", timeout_s=_LIMIT_S, fds={"file": fd}, ranges=ranges
     )
     return SampleResult(**answer)
-
-
-def _sum(one: SampleResult, other: SampleResult) -> SampleResult:
-    return SampleResult(
-        blocks=one.blocks + other.blocks,
-        empty=one.empty + other.empty,
-        ciphertext=one.ciphertext + other.ciphertext,
-        plaintext=one.plaintext + other.plaintext,
-        plaintext_at=[*one.plaintext_at, *other.plaintext_at][:8],
-        direct=one.direct and other.direct,
-    )
 
 
 def data_segments(fd: int) -> list[Range]:

@@ -27,7 +27,7 @@ from kvtier_node.manifests import BadManifest, ManifestDirectory, Manifests
 from kvtier_node.measuring import VolumeMeasurement
 from kvtier_node.metrics import AgentMetrics, Snapshot
 from kvtier_node.node import Node
-from kvtier_node.receipts import Receipt
+from kvtier_node.receipts import Receipt, plaintext_of
 from kvtier_node.status_files import StatusFiles
 from kvtier_node.threads import Threads
 from kvtier_node.tier_check import TierCheck, check_tier
@@ -138,6 +138,7 @@ class Reconciler:
                     check=self._checks[key][2] if key in self._checks else None,
                     host=self._host,
                     missed=self._missed(key),
+                    plaintext=self._plaintext(key),
                     manifest_problem=self._said.get(f"refused:{key}", "") or declared.problem_of(key),
                     recovering=not ready,
                     deleting=key in self._deleting,
@@ -245,6 +246,10 @@ class Reconciler:
     def _missed(self, key: str) -> str:
         last = self._last.get(key)
         return f"receipt {last.id}" if last is not None and last.deadline_met is False else ""
+
+    def _plaintext(self, key: str) -> str:
+        last = self._last.get(key)
+        return f"receipt {last.id}" if last is not None and plaintext_of(last.steps) else ""
 
     def _count_receipts(self) -> None:
         for receipt in self._node.ledger.receipts(self._receipts_seen):

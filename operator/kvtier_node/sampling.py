@@ -7,6 +7,9 @@ where the file system allows it: it trusts nothing that the eraser believes.
 A block of 4 KiB is *empty* (all zero), *ciphertext* (Huffman coding alone cannot shorten it: at least about 7.96 bits
 of entropy a byte) or *plaintext*. Keys and values in bf16, fp16, fp32 and int8, and text, are well below that. Data that was
 compressed before it was stored is not told from ciphertext: docs/limitations.md says so.
+
+What is less than a block can't be told that way. A sealing engine writes whole blocks, so the end of a file within one is not
+its work, and counts as plaintext (`end_of_file`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-__all__ = ["BLOCK_BYTES", "BlockKind", "Range", "SampleResult", "classify", "joined", "plan_offsets", "sample"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BlockKind",
+    "Range",
+    "SampleResult",
+    "classify",
+    "end_of_file",
+    "joined",
+    "merge",
+    "plan_offsets",
+    "sample",
+]
 
 BLOCK_BYTES: Final = 4096
 SUBSECTIONS: Final = 1000
@@ -59,7 +73,10 @@ def joined(ranges: Sequence[Range]) -> list[Range]:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """How many sampled blocks are of which kind; where the first few plaintext blocks lie; whether the page cache was avoided."""
+    """How many sampled blocks are of which kind; where the first few plaintext blocks lie; whether the page cache was avoided.
+
+    `unclear`: ends of files, each less than a block, of which nothing can be said.
+    """
 
     blocks: int
     empty: int
@@ -67,14 +84,29 @@ class SampleResult:
     plaintext: int
     plaintext_at: list[int]
     direct: bool
+    unclear: int = 0
+
+    @property
+    def clean(self) -> bool | None:
+        """Whether no plaintext was found; None where nothing was looked at."""
+        return self.plaintext == 0 if self.blocks else None
 
     def sentence(self) -> str:
+        ends = f"; {self.unclear} end(s) of files, less than a block each, can't be judged" if self.unclear else ""
+        if self.blocks == 0:
+            return f"not measured: there was no whole block of {BLOCK_BYTES} bytes to read{ends}"
         where = f", first at byte {self.plaintext_at[0]}" if self.plaintext_at else ""
         how = "past the page cache" if self.direct else "through the page cache"
         return (
             f"{self.blocks} blocks of {BLOCK_BYTES} bytes read {how}: "
-            f"{self.empty} empty, {self.ciphertext} ciphertext, {self.plaintext} plaintext{where}"
+            f"{self.empty} empty, {self.ciphertext} ciphertext, {self.plaintext} plaintext{where}{ends}"
         )
+
+    def why_unknown(self) -> str:
+        """Why a sample without plaintext does not show sealed slots; "" where it does."""
+        if self.ciphertext:
+            return ""
+        return f"nothing but zeros where it was looked: {self.sentence()}" if self.blocks else "no slot is used yet"
 
 
 def classify(block: bytes) -> BlockKind:
@@ -131,4 +163,37 @@ def sample(fd: int, ranges: Sequence[Range], *, direct: bool) -> SampleResult:
         plaintext=tally[BlockKind.PLAINTEXT],
         plaintext_at=plaintext_at,
         direct=direct,
+    )
+
+
+def end_of_file(fd: int, *, overwritten: bool = False) -> SampleResult:
+    """What the last bytes of a file show, where it ends within a block: nothing while they are zeros, else plaintext.
+
+    Too few bytes to tell random ones by: once they were `overwritten`, nothing can be said of them. Raises OSError.
+    """
+    size = os.fstat(fd).st_size
+    begin = size - size % BLOCK_BYTES
+    found = any(os.pread(fd, size - begin, begin))
+    plain = found and not overwritten
+    return SampleResult(
+        blocks=int(plain),
+        empty=0,
+        ciphertext=0,
+        plaintext=int(plain),
+        plaintext_at=[begin] if plain else [],
+        direct=not plain,
+        unclear=int(found and overwritten),
+    )
+
+
+def merge(results: Sequence[SampleResult]) -> SampleResult:
+    """The sums of several samples; of none, a sample of nothing."""
+    return SampleResult(
+        blocks=sum(result.blocks for result in results),
+        empty=sum(result.empty for result in results),
+        ciphertext=sum(result.ciphertext for result in results),
+        plaintext=sum(result.plaintext for result in results),
+        plaintext_at=[at for result in results for at in result.plaintext_at][:_LISTED],
+        direct=all(result.direct for result in results),
+        unclear=sum(result.unclear for result in results),
     )

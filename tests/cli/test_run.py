@@ -65,6 +65,18 @@ def test_without_root_a_sealing_tier_works_under_a_root_of_the_users_own(user_ho
     assert user_host.receipts()[0]["technique"] == "ProcessDeath"
 
 
+def test_plaintext_that_was_on_the_disk_is_said_in_the_last_sentence(host: Host) -> None:
+    host.declare("chat", **SEALED)
+    words = 'yes "words of a user" | head -c 100000 > "$KVTIER_SLOT_PREFIX.rank_0"'
+    done = host.kvtier("run", "--tier", "chat", "--", "sh", "-c", words)
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "erased kvv-" in last
+    assert "plaintext was found in it, and overwritten: the engine did not seal: 25 blocks" in last
+    done = host.kvtier("run", "--tier", "chat", "--", "true")
+    assert "plaintext" not in done.stderr
+
+
 def test_what_a_sigkill_of_run_and_command_left_is_erased_before_the_next_command_starts(host: Host) -> None:
     host.declare("chat", **SEALED)
     process, told, pid = host.run("chat", "sleep 600")

@@ -54,8 +54,11 @@ def test_sealed_slots_are_measured_through_the_mount(host: Host) -> None:
     host.declare("chat", **SEALED)
     host.node()
     host.run("chat", RANDOM)
-    host.wait_condition("chat", "RetentionEnforced", "True", "SlotsSampledSealed")
-    host.wait_condition("chat", "Encrypted", "True", "SlotsSampledSealed")
+    retained = host.wait_condition("chat", "RetentionEnforced", "True", "SlotsSampledSealed")
+    assert "cannot be told from random bytes" in retained["message"], "what was measured"
+    assert "under key epochs is the engine's word and was not measured" in retained["message"]
+    encrypted = host.wait_condition("chat", "Encrypted", "True", "SlotsSampledSealed")
+    assert "that the engine sealed them is its word" in encrypted["message"]
     host.wait_condition("chat", "Provisioned", "True", "Provisioned")
     ready = host.wait_condition("chat", "Ready", "Unknown", "GuaranteeNotMet")
     assert "SaltEnforced is Unknown (EngineNotObserved)" in ready["message"]
@@ -77,6 +80,46 @@ def test_plaintext_where_only_the_engine_encrypts_is_no_encryption(host: Host) -
     host.node()
     host.run("chat", WORDS)
     host.wait_condition("chat", "Encrypted", "False", "PlaintextFound")
+
+
+ENDS = """
+    rm "$KVTIER_SLOT_PREFIX.rank_0"
+    for i in 1 2 3 4 5 6 7 8 9; do yes "My doctor wrote: biopsy positive" | head -c 4000 > "$KVTIER_SLOT_DIR/part.$i"; done
+    sleep 600
+"""
+
+
+def test_plaintext_in_files_of_less_than_a_block_is_no_encryption(host: Host) -> None:
+    host.declare("chat", **SEALED)
+    host.node()
+    host.run("chat", ENDS)
+    found = host.wait_condition("chat", "Encrypted", "False", "PlaintextFound")
+    assert "plaintext" in found["message"]
+    host.wait_condition("chat", "RetentionEnforced", "False", "EngineCannotExpire")
+
+
+@pytest.mark.root
+def test_a_slot_of_less_than_a_block_is_seen_under_a_volume_that_encrypts(host: Host) -> None:
+    need_root()
+    host.declare("chat", **FSCRYPT)
+    host.node()
+    host.run("chat", 'yes "words of a user" | head -c 940 > "$KVTIER_SLOT_PREFIX.rank_0"; sleep 600')
+    found = host.wait_condition("chat", "RetentionEnforced", "False", "EngineCannotExpire")
+    assert "the engine does not seal" in found["message"]
+
+
+def test_a_slot_that_was_written_with_zeros_is_not_called_unused(host: Host) -> None:
+    host.declare("chat", **SEALED)
+    host.node()
+    host.run("chat", 'head -c 8192 /dev/zero > "$KVTIER_SLOT_PREFIX.rank_0"; touch "$NOTE/written"; sleep 600')
+    notes = next(host.base.glob("notes-*"))
+    wait_for(lambda: (notes / "written").exists(), "the zeros")
+
+    def message() -> str:
+        found = host.wait_condition("chat", "Encrypted", "Unknown", "NotYetMeasured")["message"]
+        return found if "nothing but zeros" in found else ""
+
+    wait_for(lambda: bool(message()), "a look at the zeros")
 
 
 def test_a_volume_without_a_used_slot_is_unknown_and_not_true(host: Host) -> None:

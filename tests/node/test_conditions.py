@@ -227,3 +227,17 @@ def test_a_status_that_did_not_change_keeps_its_transition_time() -> None:
     ready, provisioned = find_condition(after, "Ready"), find_condition(after, "Provisioned")
     assert ready is not None and ready.last_transition_time == NOW
     assert provisioned is not None and provisioned.last_transition_time == NOW + timedelta(hours=1)
+
+
+def test_sealed_slots_are_said_to_be_what_was_measured_and_no_more() -> None:
+    message = of(T.RETENTION_ENFORCED, facts(used())).message
+    assert "9 of 9 sampled blocks in use cannot be told from random bytes" in message
+    assert "is the engine's word and was not measured" in message
+    assert "no slot is used yet" not in of(T.RETENTION_ENFORCED, facts(used(UNUSED))).message, "9 blocks were written"
+    nothing = measured(None, sample())
+    assert "no slot is used yet" in of(T.RETENTION_ENFORCED, facts(used(nothing))).message
+
+
+def test_that_the_last_erasure_found_plaintext_is_said_beside_that_nothing_is_left() -> None:
+    found = of(T.SCRUBBED, facts(plaintext="receipt kvr-1"))
+    assert found.status is True and "found plaintext, and overwrote it: receipt kvr-1" in found.message

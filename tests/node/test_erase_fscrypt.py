@@ -291,6 +291,7 @@ def test_plaintext_in_the_raw_image_is_found_overwritten_and_stays_on_record(hos
     assert steps(receipt)["read-back"].ok is False and "1 plaintext" in steps(receipt)["read-back"].detail
     assert steps(receipt)["overwrite"].ok and steps(receipt)["read-back-after-overwrite"].ok
     assert receipt.technique is Technique.OVERWRITE
+    assert any("plaintext was found" in line for line in receipt.not_covered)
 
 
 def test_no_key_byte_is_in_any_argument_environment_file_or_log(host: Host) -> None:

@@ -111,6 +111,67 @@ def test_a_few_bytes_of_plaintext_beside_the_slots_are_found(host: Host) -> None
     assert host.erase(live).technique is Technique.OVERWRITE
 
 
+def test_what_is_less_than_a_block_is_overwritten_and_not_called_measured(host: Host) -> None:
+    """Nine files of 4000 bytes: too few to tell random bytes by. The step after the overwrite looked at nothing."""
+    live, consumer = host.in_use(host.tier("SealOnly", ranks=1))
+    consumer.do("os.unlink(f'{slots}/slot.rank_0')")
+    consumer.do("for i in range(9): open(f'{slots}/part.{i}', 'wb').write(b'biopsy positive ' * 250)")
+    consumer.kill()
+    receipt = host.erase(live)
+    assert steps(receipt)["read-back"].ok is False and "9 plaintext" in steps(receipt)["read-back"].detail
+    assert steps(receipt)["overwrite"].ok and "36000 bytes of 9 files" in steps(receipt)["overwrite"].detail
+    after = steps(receipt)["read-back-after-overwrite"]
+    assert after.ok is None
+    assert "not measured" in after.detail and "9 end(s) of files" in after.detail
+
+
+def test_ends_beside_whole_blocks_are_named_where_the_blocks_were_measured(host: Host) -> None:
+    live, consumer = host.in_use(host.tier("SealOnly"))
+    host.write_canary(consumer)
+    consumer.do("open(f'{slots}/x.tmp', 'w').write('short')")
+    consumer.kill()
+    after = steps(host.erase(live))["read-back-after-overwrite"]
+    assert after.ok is True and "1 end(s) of files, less than a block each, can't be judged" in after.detail
+
+
+@pytest.mark.parametrize("backend", ["SealOnly", "HostAttested"])
+def test_a_volume_in_which_nothing_was_written_is_not_said_to_be_read_back(
+    host: Host, encrypted_root: Path, backend: str
+) -> None:
+    live, consumer = host.in_use(host.tier(backend, path=encrypted_root / "demo"))
+    if backend == "HostAttested":  # else its overwrite gives it blocks to read
+        consumer.do("for rank in (0, 1): open(f'{slots}/slot.rank_{rank}', 'w').write('short')")
+    consumer.kill()
+    receipt = host.erase(live)
+    assert steps(receipt)["read-back"].ok is None and "not measured" in steps(receipt)["read-back"].detail
+    assert steps(receipt)["remove"].ok
+
+
+@pytest.mark.parametrize("backend", ["SealOnly", "HostAttested"])
+def test_no_step_is_good_that_had_no_file_to_work_on(host: Host, encrypted_root: Path, backend: str) -> None:
+    live, consumer = host.in_use(host.tier(backend, path=encrypted_root / "demo"))
+    consumer.do("for rank in (0, 1): os.unlink(f'{slots}/slot.rank_{rank}')")
+    consumer.kill()
+    found = steps(host.erase(live))
+    named = {"discard", "read-back"} | ({"overwrite"} if backend == "HostAttested" else set())
+    assert {name: found[name].ok for name in named} == dict.fromkeys(named)
+
+
+def test_that_plaintext_was_on_the_disk_is_told_in_plain_words(host: Host) -> None:
+    """The erasure made it good. Copies that were made before that are nobody's to erase, and an event says it, too."""
+    live, consumer = host.in_use(host.tier("SealOnly"))
+    host.write_canary(consumer)
+    consumer.kill()
+    receipt = host.erase(live)
+    assert receipt.not_covered[0].startswith("plaintext was found in the volume and overwritten; copies of it")
+    [event] = [event for event in host.node.ledger.events() if event.reason == "PlaintextFound"]
+    assert event.object == live.volume_id and "did not seal" in event.message
+    sealed, other = host.in_use(host.tier("SealOnly", name="sealed"))
+    seal(other)
+    other.kill()
+    assert not any("plaintext was found" in line for line in host.erase(sealed).not_covered)
+
+
 def test_the_finding_stays_on_record_when_an_attempt_is_cut_short(host: Host) -> None:
     """Plaintext was found and overwritten, then it failed. The next attempt finds none; its receipt must not say so."""
     live, consumer = host.in_use(host.tier("SealOnly"))
@@ -131,6 +192,7 @@ def test_the_finding_stays_on_record_when_an_attempt_is_cut_short(host: Host) ->
     receipt = host.erase(live)
     assert receipt.technique is Technique.OVERWRITE
     assert any(step.name == "read-back" and step.ok is False for step in receipt.steps)
+    assert any("plaintext was found" in line for line in receipt.not_covered), "also when an earlier attempt found it"
 
 
 @pytest.fixture

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kvtier_node.sampling import BLOCK_BYTES, BlockKind, Range, classify, joined, plan_offsets, sample
+from kvtier_node.sampling import (
+    BLOCK_BYTES,
+    BlockKind,
+    Range,
+    classify,
+    end_of_file,
+    joined,
+    merge,
+    plan_offsets,
+    sample,
+)
 
 RNG = np.random.default_rng(20)
 
@@ -118,3 +128,24 @@ def test_a_short_read_is_an_error_and_not_an_empty_block(tmp_path: Path) -> None
             sample(fd, [Range(0, 4 * BLOCK_BYTES)], direct=False)
     finally:
         os.close(fd)
+
+
+def test_the_end_of_a_file_within_a_block_is_plaintext_whatever_it_looks_like(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content, begin in ((b"words", 0), (os.urandom(700), 0), (os.urandom(2 * BLOCK_BYTES) + b"w", 2 * BLOCK_BYTES)):
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            found = end_of_file(file.fileno())
+            after = end_of_file(file.fileno(), overwritten=True)
+        assert (found.blocks, found.plaintext, found.plaintext_at, found.clean) == (1, 1, [begin], False)
+        assert (after.blocks, after.unclear, after.clean) == (0, 1, None)
+    for content in (b"", bytes(700), os.urandom(BLOCK_BYTES), os.urandom(BLOCK_BYTES) + bytes(3)):
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            assert end_of_file(file.fileno()) == merge([])
+
+
+def test_a_sample_of_nothing_shows_nothing() -> None:
+    nothing = merge([])
+    assert nothing.clean is None
+    assert "not measured" in nothing.sentence()

@@ -234,7 +234,8 @@ class DmCrypt:
             )
             left, unknown = answer["pages"], answer["unknown"]
             said = f"{answer['files']} files, {left} pages left" + (f", {unknown} files unknown" if unknown else "")
-            return [Step("cached-pages", None if left or unknown else True, f"held by a mount elsewhere: {said}")]
+            dropped = True if answer["files"] and not left and not unknown else None  # of no file it says nothing
+            return [Step("cached-pages", dropped, f"held by a mount elsewhere: {said}")]
         return []
 
     def data_ranges(self, place: Directory, request: VolumeRequest) -> list[Range]:

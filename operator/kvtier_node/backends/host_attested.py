@@ -136,7 +136,7 @@ class HostAttested:
 
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
         result, _ = plain.read_back_slots(place, request, overwritten=True)
-        return [Step("read-back", result.plaintext == 0, f"after the overwrite: {result.sentence()}")]
+        return [Step("read-back", result.clean, f"after the overwrite: {result.sentence()}")]
 
     def release(self, place: Directory, request: VolumeRequest, *, discard: bool) -> list[Step]:
         return plain.remove_directories(place, request, discard=discard)

@@ -257,12 +257,12 @@ def read_back(fd: int, ranges: Sequence[Range]) -> list[Step]:
     if not ranges:
         return [Step("read-back", None, "where the slot files lay is not known any more")]
     result = read_back_file(fd, ranges)
-    steps = [Step("read-back", result.plaintext == 0, result.sentence())]
+    steps = [Step("read-back", result.clean, result.sentence())]
     if result.plaintext:
         written = overwrite_file(fd)
         again = read_back_file(fd, ranges)
         steps.append(Step("overwrite", True, f"{written} bytes overwritten with random bytes, fdatasync done"))
-        steps.append(Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()))
+        steps.append(Step("read-back-after-overwrite", again.clean, again.sentence()))
     return steps
 
 

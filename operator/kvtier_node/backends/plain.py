@@ -27,14 +27,13 @@ from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.receipts import Step
-from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult, joined
+from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult, end_of_file, joined, merge
 from kvtier_node.slots import open_consumer_file, walk_files
 
 __all__ = [
     "bytes_needed",
     "create_directories",
     "fence",
-    "merge",
     "overwrite_slots",
     "probe_files",
     "read_back_slots",
@@ -254,8 +253,7 @@ def written_ranges(fd: int) -> list[Range]:
 def read_back_slots(place: Directory, request: VolumeRequest, *, overwritten: bool = False) -> tuple[SampleResult, int]:
     """Sample the written parts of every file of the volume with the second reader; the sums, and the number of files.
 
-    A file that ends within a block is not the engine's: its last bytes count as plaintext, whatever they look like,
-    unless they were `overwritten` (too few bytes to tell random ones by).
+    Once the files were `overwritten`, nothing can be said of ends within a block (`sampling.end_of_file`).
     """
     results: list[SampleResult] = []
     ranges: dict[int, list[Range]] = {}
@@ -267,29 +265,10 @@ def read_back_slots(place: Directory, request: VolumeRequest, *, overwritten: bo
     def read(opened: Sequence[tuple[str, int]]) -> None:
         results.extend(read_files(opened, ranges))
         for _, fd in opened:
-            size = os.fstat(fd).st_size
-            tail = os.pread(fd, size % BLOCK_BYTES, size - size % BLOCK_BYTES)
-            if any(tail) and not overwritten:
-                results.append(_tail_of(size - len(tail)))
+            results.append(end_of_file(fd, overwritten=overwritten))
 
     visited = each_file(place, request, read, weigh=weigh)
     return merge(results), visited.count
-
-
-def _tail_of(offset: int) -> SampleResult:
-    return SampleResult(blocks=1, empty=0, ciphertext=0, plaintext=1, plaintext_at=[offset], direct=False)
-
-
-def merge(results: list[SampleResult]) -> SampleResult:
-    """The sums of several samples."""
-    return SampleResult(
-        blocks=sum(result.blocks for result in results),
-        empty=sum(result.empty for result in results),
-        ciphertext=sum(result.ciphertext for result in results),
-        plaintext=sum(result.plaintext for result in results),
-        plaintext_at=[at for result in results for at in result.plaintext_at][:8],
-        direct=all(result.direct for result in results),
-    )
 
 
 def overwrite_file(fd: int) -> int:
@@ -306,6 +285,8 @@ def overwrite_slots(place: Directory, request: VolumeRequest) -> Step:
         total += overwrite_files(opened)
 
     visited = each_file(place, request, overwrite)
+    if visited.count == 0:
+        return Step("overwrite", None, "no file was there to overwrite")
     return Step(
         "overwrite", True, f"{total} bytes of {visited.count} files overwritten with random bytes, fdatasync done"
     )
@@ -333,7 +314,11 @@ def remove_directories(place: Directory, request: VolumeRequest, *, discard: boo
             root.remove_tree_contents()
         place.rmdir(MOUNT_NAME)
     place.fsync()
-    steps = [Step("discard", True, f"{freed} bytes given back; no extent is left")] if discard else []
+    steps = []
+    if discard and visited.count:
+        steps.append(Step("discard", True, f"{freed} bytes given back; no extent is left"))
+    elif discard:
+        steps.append(Step("discard", None, "no file was there to give blocks back"))
     steps.append(Step("remove", True, f"{visited.count} files and the directory removed"))
     if visited.elsewhere:
         listed = ", ".join(shown(path) for path in visited.elsewhere[:_LISTED])

@@ -107,12 +107,12 @@ def read_back(request: VolumeRequest) -> list[Step]:
     try:
         whole = [Range(0, block_device.size_bytes(fd) // BLOCK_BYTES * BLOCK_BYTES)]
         result = image.read_back_file(fd, whole)
-        steps = [Step("read-back", result.plaintext == 0, result.sentence())]
+        steps = [Step("read-back", result.clean, result.sentence())]
         if result.plaintext:
             bounded.call("kvtier_node.children.blanking:zero", timeout_s=_ZERO_LIMIT_S, fds={"device": fd})
             again = image.read_back_file(fd, whole)
             steps.append(Step("overwrite", True, "the whole device overwritten with zeros, fsync done"))
-            steps.append(Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()))
+            steps.append(Step("read-back-after-overwrite", again.clean, again.sentence()))
         return steps
     finally:
         os.close(fd)

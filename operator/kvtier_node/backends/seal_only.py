@@ -8,6 +8,7 @@ erasure. The agent does not take that on trust: it samples the slots. A used blo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier_api.volume import BackendName
 from kvtier_node.backends import plain
@@ -15,9 +16,22 @@ from kvtier_node.backends.base import Measurement, Note, Probe, VolumeRequest
 from kvtier_node.backends.host_attested import keeps_old_copies
 from kvtier_node.paths import Directory
 from kvtier_node.receipts import Step, Technique
-from kvtier_node.sampling import Range
+from kvtier_node.sampling import Range, SampleResult
 
-__all__ = ["SealOnly"]
+__all__ = ["SealOnly", "shown_by"]
+
+
+def shown_by(result: SampleResult) -> Measurement:
+    """What a sample of the files says of the encryption, where the engine's is the only one."""
+    if result.plaintext:
+        return Measurement(False, f"slots hold plaintext: {result.sentence()}")
+    if unknown := result.why_unknown():
+        return Measurement(None, unknown)
+    return Measurement(
+        True,
+        "no used block that was sampled can be told from random bytes; that the engine sealed them is its word:"
+        f" {result.sentence()}",
+    )
 
 
 class SealOnly:
@@ -46,11 +60,7 @@ class SealOnly:
             "ciphertext": result.ciphertext,
             "plaintext": result.plaintext,
         }
-        if result.plaintext:
-            return Measurement(False, f"slots hold plaintext: {result.sentence()}", facts)
-        if result.ciphertext == 0:
-            return Measurement(None, "no slot is used yet: nothing to measure", facts)
-        return Measurement(True, f"every used block that was sampled is ciphertext: {result.sentence()}", facts)
+        return replace(shown_by(result), facts=facts)
 
     def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
         return True  # its files are in the tier's own file system
@@ -69,13 +79,13 @@ class SealOnly:
     def read_back(self, place: Directory, request: VolumeRequest, ranges: Sequence[Range]) -> list[Step]:
         result, _ = plain.read_back_slots(place, request)
         if result.plaintext == 0:
-            return [Step("read-back", True, result.sentence())]
+            return [Step("read-back", result.clean, result.sentence())]
         steps = [
             Step("read-back", False, f"the engine did not seal: {result.sentence()}"),
             plain.overwrite_slots(place, request),
         ]
         again, _ = plain.read_back_slots(place, request, overwritten=True)
-        steps.append(Step("read-back-after-overwrite", again.plaintext == 0, again.sentence()))
+        steps.append(Step("read-back-after-overwrite", again.clean, again.sentence()))
         kept = keeps_old_copies(place)
         if kept:
             steps.append(Step("old-copies", False, f"plaintext was overwritten, but {kept}"))

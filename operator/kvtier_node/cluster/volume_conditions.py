@@ -17,7 +17,7 @@ from kvtier_node.conditions import TierFacts, VolumeFacts, findings, to_conditio
 from kvtier_node.hardening import HostFacts
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.measuring import VolumeMeasurement
-from kvtier_node.receipts import Receipt
+from kvtier_node.receipts import Receipt, plaintext_of
 
 __all__ = ["Seen", "differ", "volume_conditions"]
 
@@ -47,6 +47,7 @@ def volume_conditions(
         abandoned=int(row.state is VolumeState.ABANDONED),
         host=seen.host,
         missed=f"receipt {receipt.id}" if receipt is not None and late else "",
+        plaintext=f"receipt {receipt.id}" if receipt is not None and plaintext_of(receipt.steps) else "",
     )
     return to_conditions(findings(facts), before, facts)
 

@@ -16,6 +16,7 @@ from kvtier_node.receipts.receipt import (
     Step,
     Technique,
     TierIdentity,
+    plaintext_of,
     read_receipt,
     sign_receipt,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "canonical_json",
     "export_chain",
     "hash_of",
+    "plaintext_of",
     "read_place",
     "read_receipt",
     "seconds",

@@ -7,6 +7,7 @@ A receipt claims what was measured and names what it does not cover. How receipt
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Final, Literal, TypeVar
 
@@ -19,7 +20,16 @@ from kvtier_api.volume import BackendName
 from kvtier_node.identity import Signer, node_id_of, signature_holds
 from kvtier_node.receipts.encoding import Hex256, Seconds, Time, canonical_json, hash_of
 
-__all__ = ["Receipt", "ReceiptDraft", "Step", "Technique", "TierIdentity", "read_receipt", "sign_receipt"]
+__all__ = [
+    "Receipt",
+    "ReceiptDraft",
+    "Step",
+    "Technique",
+    "TierIdentity",
+    "plaintext_of",
+    "read_receipt",
+    "sign_receipt",
+]
 
 RECEIPT_FORMAT: Final = "kvtier.dev/receipt/v1"
 _MODEL: Final = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +53,11 @@ class Step:
     name: str
     ok: bool | None
     detail: str = ""
+
+
+def plaintext_of(steps: Iterable[Step]) -> str:
+    """What a read-back found in the clear, whatever later steps made of it; "" where none found any."""
+    return next((step.detail for step in steps if step.name == "read-back" and step.ok is False), "")
 
 
 class TierIdentity(BaseModel):

@@ -73,6 +73,12 @@ def test_an_erasures_record_says_what_the_receipt_says(tmp_path: Path) -> None:
         draft(of.volume_id, steps=[Step("read-back", None, "not read")]), seq=1, prev="0" * 64, signer=identity
     )
     assert erasure_object(of, POD, unproven)[1].volumes[0].verified is False, "what was not measured is not verified"
+    for last, verified in ((True, True), (None, False)):
+        made_good = [Step("fence", True), Step("read-back", False, "x"), Step("read-back-after-overwrite", last, "y")]
+        overwritten = sign_receipt(draft(of.volume_id, steps=made_good), seq=1, prev="0" * 64, signer=identity)
+        assert erasure_object(of, POD, overwritten)[1].volumes[0].verified is verified, (
+            "a failure is made good by measuring"
+        )
 
 
 def test_a_figure_in_a_message_is_no_change_of_a_condition() -> None:
