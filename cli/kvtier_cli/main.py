@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from kvtier_api.errors import KvtierError
-from kvtier_cli import demo, erase, node, receipts, run, status
+from kvtier_cli import demo, erase, node, receipts, run, status, streams
 from kvtier_cli.output import complain
 
 __all__ = ["app", "main"]
@@ -21,6 +22,8 @@ __all__ = ["app", "main"]
 EXIT_DEFECT = 70
 """sysexits.h, EX_SOFTWARE: a defect of kvtier's own."""
 EXIT_INTERRUPTED = 130
+EXIT_READER_GONE = 141
+"""128 and SIGPIPE, as of a program that the signal ends."""
 
 app = typer.Typer(
     name="kvtier",
@@ -71,34 +74,29 @@ def report(error: KvtierError) -> None:
 
 def main() -> None:
     """The entry point: every way out is an exit code of README, "Exit codes"."""
-    _open_missing_streams()
+    streams.open_missing()
+    streams.watch_stdout()
     try:
         _main()
     finally:
-        _let_go_of_stderr()
+        streams.let_go()
 
 
-def _open_missing_streams() -> None:
-    """A descriptor from 0 to 2 that is closed would be given to the next file that is opened: a ledger, say."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115  for as long as the process lives
-
-
-def _let_go_of_stderr() -> None:
-    """What stderr did not take would change the exit code, when the interpreter ends and tries again."""
+def _run() -> int:
+    """The command's exit code, once all that it printed is written."""
     try:
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        code = app(standalone_mode=False)
+    except SystemExit as end:  # of typer's own, after completion
+        code = end.code
+    sys.stdout.flush()
+    return code if isinstance(code, int) else 0
 
 
 def _main() -> None:
     try:
-        code = app(standalone_mode=False)
+        code = _run()
+    except streams.ReaderGone:  # nothing to say, and nobody to say it to
+        sys.exit(EXIT_READER_GONE)
     except KvtierError as error:
         if _debugging():
             raise
@@ -107,10 +105,6 @@ def _main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         complain("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of a pipe went: nothing to say, and nobody to say it to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except typer.TyperException as error:
         _show_usage_error(error)
     except Exception as error:
@@ -118,7 +112,7 @@ def _main() -> None:
             raise
         complain(f"error: a defect of kvtier: {type(error).__name__}: {error}\n  remedy: kvtier --debug shows where\n")
         sys.exit(EXIT_DEFECT)
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(code)
 
 
 def _debugging() -> bool:
@@ -128,7 +122,8 @@ def _debugging() -> bool:
 def _show_usage_error(error: Exception) -> None:
     show = getattr(error, "show", None)
     if show is not None:
-        show()
+        with suppress(OSError, SystemExit):  # a stderr that takes nothing must not change the exit code
+            show()
     else:
         complain(f"error: {error}\n")
     sys.exit(getattr(error, "exit_code", 2))

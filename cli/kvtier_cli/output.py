@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier_cli.options import OutputFormat
 
-__all__ = ["complain", "note", "show", "size", "table"]
+__all__ = ["complain", "count", "note", "show", "size", "table"]
 
 
 def show(data: Any, output: OutputFormat, people: Callable[[], None]) -> None:
@@ -54,11 +54,16 @@ def complain(text: str) -> None:
         pass
 
 
-def size(count: int | None) -> str:
+def count(number: int, what: str) -> str:
+    """1 receipt, 2 receipts."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def size(bytes_: int | None) -> str:
     """Bytes as people read them: 1.5 GiB."""
-    if count is None:
+    if bytes_ is None:
         return "-"
-    amount = float(count)
+    amount = float(bytes_)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024:
             return f"{amount:.0f} {unit}" if unit == "B" or amount == int(amount) else f"{amount:.1f} {unit}"

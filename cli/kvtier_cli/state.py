@@ -14,22 +14,33 @@ __all__ = ["existing_ledger", "was_used"]
 
 
 def was_used(state_dir: str) -> bool:
-    """Whether kvtier ever ran with this state directory: it, or what it left when it was lost, is there."""
-    return any(os.path.lexists(f"{state_dir}/{name}") for name in ("ledger.db", "ledger.mark", "receipts.jsonl"))
+    """Whether kvtier ever ran with this state directory: it, or what it left when it was lost, is there.
+
+    Raises NotPermitted where this user cannot tell: then nothing is known, and nothing may be claimed.
+    """
+    from kvtier_api.errors import NotPermitted
+
+    for name in ("ledger.db", "ledger.mark", "receipts.jsonl"):
+        try:
+            os.lstat(f"{state_dir}/{name}")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            raise NotPermitted(
+                "the state directory is another user's",
+                obj=state_dir,
+                remedy="run the command as that user (sudo kvtier …)",
+            ) from error
+        return True
+    return False
 
 
 @contextmanager
 def existing_ledger(state_dir: str) -> Iterator[Ledger]:
     """The ledger of a state directory that was used. Raises NotFound, NotPermitted, LedgerError."""
-    from kvtier_api.errors import NotFound, NotPermitted
+    from kvtier_api.errors import NotFound
     from kvtier_node.ledger import Ledger
 
-    if os.path.isdir(state_dir) and not os.access(state_dir, os.R_OK | os.X_OK):
-        raise NotPermitted(
-            "the state directory is another user's",
-            obj=state_dir,
-            remedy="run the command as that user (sudo kvtier …)",
-        )
     if not was_used(state_dir):
         raise NotFound(
             "kvtier was never started with this state directory",

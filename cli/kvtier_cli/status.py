@@ -16,7 +16,7 @@ from kvtier_cli.options import (
     StateDir,
     absolute,
 )
-from kvtier_cli.output import note, show, size, table
+from kvtier_cli.output import count, note, show, size, table
 
 if TYPE_CHECKING:
     from kvtier_api.tier import KVCacheTier
@@ -71,6 +71,7 @@ def _key(tier: dict[str, Any]) -> str:
 
 def _gather(state_dir: str, manifests: str, *, all_volumes: bool) -> dict[str, Any]:
     from kvtier_cli.state import existing_ledger, was_used
+    from kvtier_cli.tier_view import tiers_as_seen
     from kvtier_node.manifests import ManifestDirectory
     from kvtier_node.node_lock import running_node
 
@@ -86,12 +87,18 @@ def _gather(state_dir: str, manifests: str, *, all_volumes: bool) -> dict[str, A
     tiers = dict(declared.tiers)
     if was_used(state_dir):
         with existing_ledger(state_dir) as ledger:
-            running = running_node(state_dir)
-            tiers |= _status_files(state_dir)
-            _add_ledger(found, ledger, all_volumes=all_volumes)
+            running = running_node(state_dir)  # before its files are read: what it writes meanwhile is its own
+            rows = ledger.volumes()
+            tiers = tiers_as_seen(state_dir, rows, ledger.receipts(), tiers | _status_files(state_dir), running)
+            _add_ledger(found, ledger, [row for row in rows if all_volumes or not row.is_terminal])
             found["node"] |= {"running": running, "nodeId": _node_id(state_dir)}
-    found["tiers"] = [tiers[key].to_manifest() for key in sorted(tiers)]
+    found["tiers"] = [_in_order(tiers[key].to_manifest()) for key in sorted(tiers)]
     return found
+
+
+def _in_order(manifest: dict[str, Any]) -> dict[str, Any]:
+    """As people write it, and kubectl shows it."""
+    return {name: manifest[name] for name in ("apiVersion", "kind", "metadata", "spec", "status") if name in manifest}
 
 
 def _status_files(state_dir: str) -> dict[str, KVCacheTier]:
@@ -109,11 +116,10 @@ def _node_id(state_dir: str) -> str:
     return NodeIdentity.load(state_dir).node_id
 
 
-def _add_ledger(found: dict[str, Any], ledger: Ledger, *, all_volumes: bool) -> None:
+def _add_ledger(found: dict[str, Any], ledger: Ledger, rows: list[VolumeRow]) -> None:
     from dataclasses import asdict
 
-    rows = ledger.volumes()
-    found["volumes"] = [_volume(row) for row in rows if all_volumes or not row.is_terminal]
+    found["volumes"] = [_volume(row) for row in rows]
     found["requests"] = [asdict(request) for request in ledger.open_requests()]
     found["events"] = [asdict(event) for event in ledger.events(_EVENTS)]
     rebuilt = ledger.rebuilt
@@ -126,6 +132,8 @@ def _add_ledger(found: dict[str, Any], ledger: Ledger, *, all_volumes: bool) -> 
 
 
 def _volume(row: VolumeRow) -> dict[str, Any]:
+    from kvtier_cli.tier_view import consumer_lives
+
     return {
         "volume": row.volume_id,
         "tier": f"{row.tier_namespace}/{row.tier_name}",
@@ -136,6 +144,7 @@ def _volume(row: VolumeRow) -> dict[str, Any]:
         "ranks": row.ranks,
         "bytesPerRank": row.bytes_per_rank,
         "consumer": row.consumer,
+        "consumerLives": None if row.is_terminal else consumer_lives(row),
         "keyId": row.key_id,
         "bootId": row.boot_id,
         "reason": row.reason,
@@ -145,7 +154,7 @@ def _volume(row: VolumeRow) -> dict[str, Any]:
 def _for_people(found: dict[str, Any], *, one: bool) -> None:
     node = found["node"]
     running = f"kvtier node runs as process {node['running']}" if node["running"] else "no kvtier node runs"
-    typer.echo(f"{running}; {node['receipts']} receipts; state in {node['stateDir']}")
+    typer.echo(f"{running}; {count(node['receipts'], 'receipt')}; state in {node['stateDir']}")
     if node["ledgerRebuilt"]:
         typer.echo(f"the ledger was rebuilt at {node['ledgerRebuilt']['at']}: {node['ledgerRebuilt']['reason']}")
     _show_tiers(found["tiers"])
@@ -164,11 +173,15 @@ def _for_people(found: dict[str, Any], *, one: bool) -> None:
                     item["since"],
                     item["backend"],
                     size(item["ranks"] * item["bytesPerRank"]),
-                    _consumer(item["consumer"]),
+                    _consumer(item),
                 )
                 for item in found["volumes"]
             ],
         )
+    ended = sum(item["consumerLives"] is False and item["state"] == "InUse" for item in found["volumes"])
+    if ended and not node["running"]:
+        what = count(ended, "volume")
+        note(f"{what} of ended consumers: 'kvtier node' or the next 'kvtier run' erases what nobody else has open")
     if found["requests"]:
         rows = [
             (item["id"], item["tier"], item["scope"], item["reason"], item["created_at"]) for item in found["requests"]
@@ -214,10 +227,10 @@ def _show_conditions(tier: dict[str, Any]) -> None:
     table(f"Conditions of {_key(tier)}", ("CONDITION", "STATUS", "REASON", "MESSAGE"), rows)
 
 
-def _consumer(record: dict[str, Any] | None) -> str | None:
-    """Who uses a volume, on one line."""
+def _consumer(volume: dict[str, Any]) -> str | None:
+    """Who uses a volume, on one line, and whether that is past."""
+    record = volume["consumer"]
     if not record:
         return None
-    if record.get("kind") == "pod":
-        return f"pod {record['namespace']}/{record['name']}"
-    return f"pid {record['pid']}"
+    name = f"pod {record['namespace']}/{record['name']}" if record.get("kind") == "pod" else f"pid {record['pid']}"
+    return f"{name} (has ended)" if volume["consumerLives"] is False else name

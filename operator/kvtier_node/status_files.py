@@ -37,6 +37,10 @@ class StatusFiles:
     def _name(key: str) -> str:
         return key.replace("/", "_", 1) + _SUFFIX  # neither part can hold an underscore
 
+    def path_of(self, key: str) -> str:
+        """Where the tier's status file is, if there is one."""
+        return f"{self._path}/{self._name(key)}"
+
     def load(self) -> tuple[dict[str, KVCacheTier], list[tuple[str, KvtierError]]]:
         """Every tier that was declared here, and the files that cannot be read. Raises UnsafePath, NotPermitted."""
         tiers: dict[str, KVCacheTier] = {}
