@@ -20,7 +20,7 @@ from kvtier_cli.options import (
     absolute,
     root_paths,
 )
-from kvtier_cli.output import note, show, table
+from kvtier_cli.output import count, note, show, table
 
 if TYPE_CHECKING:
     from kvtier_node.ledger import EraseRequest, VolumeRow
@@ -83,7 +83,13 @@ def erase(
         if abandon is not None:
             return _abandon(node, key, abandon, reason, yes=yes, output=output, timeout_s=timeout)
         rows = _volumes_of(node, key, absolute(manifests))
-        _confirm(tier, f"{len(rows)} volume(s) of {key} and everything in them", yes=yes)
+        if not rows:
+            return _nothing(node, key, absolute(manifests), output)
+        _confirm(
+            tier,
+            f"{count(len(rows), 'volume')} of {key} and everything in {'it' if len(rows) == 1 else 'them'}",
+            yes=yes,
+        )
         request = node.ledger.add_request(key, "All", reason)
         errors = _erase_unguarded(node, request)
         complete = _wait(node, request, timeout if wait else 0.0)
@@ -91,7 +97,10 @@ def erase(
         show(result, output, lambda: _for_people(result))
         for error in errors:
             note(error)
-        return EraseIncomplete.exit_code if errors or (wait and not complete) else 0
+        if errors or (wait and not complete):
+            return EraseIncomplete.exit_code
+        _refuse_others(node, key, absolute(manifests))
+        return 0
     finally:
         node.ledger.close()
 
@@ -99,12 +108,38 @@ def erase(
 def _volumes_of(node: Node, key: str, manifests: str) -> list[VolumeRow]:
     """Volumes of the tier that have not ended. Raises NotFound for a tier that nobody ever declared or used."""
     from kvtier_api.errors import NotFound
-    from kvtier_node.manifests import ManifestDirectory
+    from kvtier_cli.state import known_tiers
 
-    rows = [row for row in node.ledger.volumes() if f"{row.tier_namespace}/{row.tier_name}" == key]
-    if not rows and key not in ManifestDirectory(manifests).scan().tiers:
+    if key not in known_tiers(node.ledger, node.state_dir, manifests):
         raise NotFound("no such tier on this host", obj=f"tier {key}", remedy="see 'kvtier status'")
+    rows = [row for row in node.ledger.volumes() if f"{row.tier_namespace}/{row.tier_name}" == key]
     return [row for row in rows if not row.is_terminal]
+
+
+def _refuse_others(node: Node, key: str, manifests: str) -> None:
+    """Raise ForeignData for volumes in the tier's directory that this state directory knows nothing of: they are not erased.
+
+    Raises UnsafePath, NotPermitted where it cannot be looked at: then nobody can say that nothing is left.
+    """
+    from kvtier_api.errors import ForeignData
+    from kvtier_cli.state import declared_tiers
+
+    tier = declared_tiers(node.state_dir, manifests).get(key)
+    found = node.places.volumes_of_another(tier.spec.path) if tier is not None else []
+    if tier is not None and found:
+        raise ForeignData(
+            f"{count(len(found), 'volume')} not erased: made with another state directory or node key: {', '.join(found)}",
+            obj=tier.spec.path,
+            remedy="give its --state-dir",
+        )
+
+
+def _nothing(node: Node, key: str, manifests: str, output: OutputFormat) -> int:
+    """Nobody is asked, and nothing is put on record, where there is nothing to erase."""
+    _refuse_others(node, key, manifests)
+    result: dict[str, Any] = {"request": None, "tier": key, "state": "Complete", "receipts": [], "left": []}
+    show(result, output, lambda: _for_people(result))
+    return 0
 
 
 def _confirm(word: str, what: str, *, yes: bool) -> None:

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvtier_api.tier import KVCacheTier
     from kvtier_node.ledger import Ledger
 
-__all__ = ["existing_ledger", "was_used"]
+__all__ = ["declared_tiers", "existing_ledger", "known_tiers", "was_used"]
 
 
 def was_used(state_dir: str) -> bool:
@@ -52,3 +53,18 @@ def existing_ledger(state_dir: str) -> Iterator[Ledger]:
         yield ledger
     finally:
         ledger.close()
+
+
+def declared_tiers(state_dir: str, manifests: str) -> dict[str, KVCacheTier]:
+    """Tiers by NAMESPACE/NAME: of the manifests, and of the status files where the tier is in force there."""
+    from kvtier_node.manifests import ManifestDirectory
+    from kvtier_node.status_files import StatusFiles
+
+    return ManifestDirectory(manifests).scan().tiers | StatusFiles(state_dir).load()[0]
+
+
+def known_tiers(ledger: Ledger, state_dir: str, manifests: str) -> set[str]:
+    """Every tier that is declared, or that a volume or a receipt was ever of."""
+    of_volumes = {f"{row.tier_namespace}/{row.tier_name}" for row in ledger.volumes()}
+    of_receipts = {f"{item.tier.namespace}/{item.tier.name}" for item in ledger.receipts() if item.tier is not None}
+    return of_volumes | of_receipts | set(declared_tiers(state_dir, manifests))

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
-from kvtier_api.errors import ForeignData, KvtierError, NotFound, UnsafePath, VerificationFailed
+from kvtier_api.errors import ForeignData, KvtierError, NotFound, NotPermitted, UnsafePath, VerificationFailed
 from kvtier_node.identity import NodeIdentity
 from kvtier_node.kernel.refusal import shown
 from kvtier_node.paths import AllowedRoots, Directory
@@ -28,6 +28,14 @@ _LIMIT_BYTES: Final = 256 * 1024
 _DEPTH: Final = 6
 _FOREIGN_LISTED: Final = 5
 _VOLUME: Final = re.compile("kvv-[0-9a-f]{20}")
+_ANOTHERS: Final = "made with another state directory or node key"
+_GIVE: Final = "give its --state-dir"
+_UNTOUCHED: Final = "kvtier touches nothing here until then"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FOREIGN_LISTED} more" if len(names) > _FOREIGN_LISTED else ""
+    return f"{', '.join(repr(name) for name in names[:_FOREIGN_LISTED])}{more}"
 
 
 def _is_record(name: str) -> bool:
@@ -70,13 +78,49 @@ class Places:
         ids = known() if unsigned else ()
         foreign = [name for name in unsigned if not (name in ids and self._is_half_made(tier, name))]
         if foreign:
-            listed = ", ".join(repr(name) for name in foreign[:_FOREIGN_LISTED])
-            more = f" and {len(foreign) - _FOREIGN_LISTED} more" if len(foreign) > _FOREIGN_LISTED else ""
-            raise ForeignData(
-                f"holds what kvtier did not make: {listed}{more}",
-                obj=tier.path,
-                remedy="move it away, or give the tier an empty directory of its own; kvtier touches nothing here until then",
-            )
+            raise self._foreign_data(tier, foreign)
+
+    def _foreign_data(self, tier: Directory, foreign: Sequence[str]) -> ForeignData:
+        others = [name for name in foreign if self._is_anothers(tier, name)]
+        rest = [name for name in foreign if name not in others]
+        volumes = f"volumes that were {_ANOTHERS}: {_listed(others)}"
+        if not rest:
+            return ForeignData(f"holds {volumes}", obj=tier.path, remedy=f"{_GIVE}; {_UNTOUCHED}")
+        cause = f"holds what kvtier did not make: {_listed(rest)}"
+        remedy = f"move it away, or give the tier an empty directory of its own; {_UNTOUCHED}"
+        if not others:
+            return ForeignData(cause, obj=tier.path, remedy=remedy)
+        return ForeignData(
+            f"{cause}; and {volumes}", obj=tier.path, remedy=f"of the volumes: {_GIVE}; of the rest: {remedy}"
+        )
+
+    def volumes_of_another(self, path: str) -> list[str]:
+        """Ids of what lies in a tier's directory and was made by another kvtier: with another state directory, or node key.
+
+        Raises UnsafePath, NotPermitted.
+        """
+        try:
+            tier = self.tier_directory(path, create=False)
+        except NotFound:
+            return []
+        with tier:
+            return [name for name in sorted(tier.names()) if self._is_anothers(tier, name)]
+
+    def _is_anothers(self, tier: Directory, name: str) -> bool:
+        """Whether it is a directory called like a volume whose record this node did not sign; one that is closed counts."""
+        info = tier.stat_if_there(name)
+        if info is None or not _VOLUME.fullmatch(name) or not stat.S_ISDIR(info.st_mode):
+            return False
+        try:
+            with tier.child(name) as place:
+                if PLACE_NAME not in place.names():
+                    return False
+                read_place(place.read_file(PLACE_NAME, _LIMIT_BYTES), self._identity.public_key)
+        except (VerificationFailed, NotPermitted):  # UnsafePath is one: another user's
+            return True
+        except (KvtierError, OSError):
+            return False
+        return False
 
     def _is_ours(self, tier: Directory, name: str) -> bool:
         info = tier.stat_if_there(name)
