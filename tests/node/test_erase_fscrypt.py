@@ -13,10 +13,13 @@ import pytest
 from kvtier_api.erasure import Trigger
 from kvtier_api.errors import EraseIncomplete
 from kvtier_api.volume import VolumeState
+from kvtier_node.backends.dmcrypt import DmCrypt
+from kvtier_node.backends.image import make_file_system, read_back
 from kvtier_node.guarding import look
 from kvtier_node.kernel import fscrypt, libc, loop
 from kvtier_node.kernel.fscrypt import KeyStatus
 from kvtier_node.receipts import Receipt, Step, Technique
+from kvtier_node.sampling import Range
 from node_host import CANARY, MIB, Host, eventually, raw_count
 
 pytestmark = pytest.mark.root
@@ -292,6 +295,34 @@ def test_plaintext_in_the_raw_image_is_found_overwritten_and_stays_on_record(hos
     assert steps(receipt)["overwrite"].ok and steps(receipt)["read-back-after-overwrite"].ok
     assert receipt.technique is Technique.OVERWRITE
     assert any("plaintext was found" in line for line in receipt.not_covered)
+
+
+def test_an_image_that_was_never_given_a_byte_is_not_said_to_be_read_back(host: Host) -> None:
+    """A crash between its creation and its preallocation: `DmCrypt` asks for the whole of it, which is nothing."""
+    fd = os.open(host.base / "empty.img", os.O_RDWR | os.O_CREAT)
+    try:
+        [step] = read_back(fd, [Range(0, 0)])
+    finally:
+        os.close(fd)
+    assert step.ok is None and "not measured" in step.detail
+
+
+def test_cached_pages_of_no_file_are_not_said_to_be_dropped(host: Host) -> None:
+    """`DmCrypt` asks for them where a mount elsewhere keeps the volume. The question is the same for any ext4."""
+    path, mount = host.base / "held.img", host.base / "held"
+    mount.mkdir()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, 16 * MIB)
+    device = loop.attach(fd)
+    os.close(fd)
+    make_file_system(device.path, features="^has_journal")
+    libc.mount(device.path, str(mount), "ext4", 0, None)
+    (mount / "slots").mkdir()
+    [step] = DmCrypt._drop_pages(device.path)
+    assert step.ok is None, step.detail
+    (mount / "slots" / "slot.rank_0").write_bytes(CANARY)
+    [step] = DmCrypt._drop_pages(device.path)
+    assert step.ok is True and "1 files, 0 pages left" in step.detail
 
 
 def test_no_key_byte_is_in_any_argument_environment_file_or_log(host: Host) -> None:
