@@ -150,8 +150,7 @@ class Host:
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
-            cwd="/",
-            **({"stdin": subprocess.DEVNULL} | options),
+            **({"stdin": subprocess.DEVNULL, "cwd": "/"} | options),
         )
 
     def json(self, *arguments: str) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvtier_cli.completion import tier_names
 from kvtier_cli.options import (
     DEFAULT_MANIFESTS,
     DEFAULT_STATE_DIR,
@@ -37,7 +38,7 @@ _SCOPES: Final = {
 
 
 def erase(
-    tier: Annotated[str, typer.Argument(help="The tier, by NAME or NAMESPACE/NAME.")],
+    tier: Annotated[str, typer.Argument(help="The tier, by NAME or NAMESPACE/NAME.", autocompletion=tier_names)],
     reason: Annotated[str, typer.Option("--reason", help="Why; it goes on record.")],
     namespace: Namespace = "default",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for the name to be typed.")] = False,

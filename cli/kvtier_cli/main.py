@@ -85,7 +85,8 @@ def main() -> None:
 def _run() -> int:
     """The command's exit code, once all that it printed is written."""
     try:
-        code = app(standalone_mode=False)
+        # Completion goes by the name of the command, which "python -m" hides.
+        code = app(standalone_mode=False, prog_name="kvtier" if sys.argv[0].endswith(".py") else None)
     except SystemExit as end:  # of typer's own, after completion
         code = end.code
     sys.stdout.flush()
@@ -120,6 +121,8 @@ def _debugging() -> bool:
 
 
 def _show_usage_error(error: Exception) -> None:
+    if isinstance(message := getattr(error, "message", None), str):
+        error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]  # pydantic's, below typer
     show = getattr(error, "show", None)
     if show is not None:
         with suppress(OSError, SystemExit):  # a stderr that takes nothing must not change the exit code

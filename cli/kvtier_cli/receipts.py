@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import os
+import string
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from kvtier_cli.options import DEFAULT_STATE_DIR, Namespace, Output, OutputFormat, StateDir, absolute
-from kvtier_cli.output import note, show, table
+from kvtier_cli.completion import receipt_ids, tier_names
+from kvtier_cli.options import (
+    DEFAULT_MANIFESTS,
+    DEFAULT_STATE_DIR,
+    Manifests,
+    Namespace,
+    Output,
+    OutputFormat,
+    StateDir,
+    absolute,
+)
+from kvtier_cli.output import count, note, show, table
 
 if TYPE_CHECKING:
     from kvtier_node.receipts import Receipt, Verification
 
 __all__ = ["app"]
 
+_KEY_LIMIT_BYTES: Final = 1024
+
 app = typer.Typer(no_args_is_help=True, help="Receipts of erasures: list, show, verify, export.")
 
 
 @app.command("list")
 def list_(
-    tier: Annotated[str | None, typer.Option("--tier", help="Of this tier only: NAME or NAMESPACE/NAME.")] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", help="Of this tier only: NAME or NAMESPACE/NAME.", autocompletion=tier_names)
+    ] = None,
     namespace: Namespace = "default",
     limit: Annotated[int, typer.Option("--limit", help="The newest so many; 0 for all.", min=0)] = 50,
     state_dir: StateDir = DEFAULT_STATE_DIR,
+    manifests: Manifests = DEFAULT_MANIFESTS,
     output: Output = OutputFormat.TABLE,
 ) -> None:
     """List receipts, oldest first.
@@ -36,12 +52,18 @@ def list_(
 
     $ kvtier receipts list --limit 0 -o json
     """
-    from kvtier_cli.state import existing_ledger
+    from kvtier_api.errors import NotFound
+    from kvtier_cli.state import existing_ledger, known_tiers
 
-    with existing_ledger(absolute(state_dir)) as ledger:
+    where = absolute(state_dir)
+    with existing_ledger(where) as ledger:
         found = ledger.receipts()
+        known = set() if tier is None else known_tiers(ledger, where, absolute(manifests))
     if tier is not None:
         key = tier if "/" in tier else f"{namespace}/{tier}"
+        if key not in known:
+            names = ", ".join(sorted(known)) or "(there is none)"
+            raise NotFound("no such tier on this host", obj=f"tier {key}", remedy=f"one of: {names}")
         found = [item for item in found if item.tier and f"{item.tier.namespace}/{item.tier.name}" == key]
     if limit:
         found = found[-limit:]
@@ -70,7 +92,12 @@ def _list_for_people(receipts: list[Receipt]) -> None:
 
 @app.command("show")
 def show_(
-    receipt: Annotated[str, typer.Argument(help="A receipt's id (kvr-…), its number, or a volume's id (kvv-…).")],
+    receipt: Annotated[
+        str,
+        typer.Argument(
+            help="A receipt's id (kvr-…), its number, or a volume's id (kvv-…).", autocompletion=receipt_ids
+        ),
+    ],
     state_dir: StateDir = DEFAULT_STATE_DIR,
     output: Output = OutputFormat.TABLE,
 ) -> None:
@@ -125,7 +152,9 @@ def verify(
 
     $ kvtier receipts verify
 
-    $ kvtier receipts export chain.jsonl && kvtier receipts verify chain.jsonl --public-key node.pub
+    $ kvtier receipts export chain.jsonl --public-key node.pub
+
+    $ kvtier receipts verify chain.jsonl --public-key node.pub
     """
     from dataclasses import asdict
 
@@ -165,21 +194,31 @@ def _verify_ledger(state_dir: Path, key: bytes | None, expect_head: str | None) 
 
 
 def _public_key(text: str) -> bytes:
-    """64 hex digits, or a file that holds them. Raises UsageError."""
-    from kvtier_api.errors import UsageError
+    """64 hex digits, or a file that holds them. Raises UsageError, NotFound for a file that does not exist."""
+    from kvtier_api.errors import NotFound, UsageError
 
-    content = text
-    if len(text) != 64 and os.path.isfile(text):
-        content = Path(text).read_text(encoding="ascii", errors="replace").strip()
+    where, shown = text, f"--public-key {text[:200]}"
+    remedy = "give 64 hex digits, or a file that holds them ('kvtier receipts export --public-key FILE' writes it)"
+    key = _key_in(text)
+    if key is not None:
+        return key
     try:
-        key = bytes.fromhex(content)
-    except ValueError:
-        key = b""
-    if len(key) != 32:
+        with open(where, "rb") as file:
+            content = file.read(_KEY_LIMIT_BYTES)
+    except FileNotFoundError as error:
+        raise NotFound("no public key, and no file of this name", obj=shown, remedy=remedy) from error
+    except (OSError, ValueError) as error:
         raise UsageError(
-            "no public key", obj=f"--public-key {text[:80]}", remedy="give 64 hex digits, or a file that holds them"
-        )
+            f"cannot be read: {error.strerror if isinstance(error, OSError) else error}", obj=shown, remedy=remedy
+        ) from error
+    key = _key_in(content.decode("ascii", errors="replace").strip())
+    if key is None:
+        raise UsageError("no public key in the file", obj=shown, remedy=remedy)
     return key
+
+
+def _key_in(text: str) -> bytes | None:
+    return bytes.fromhex(text) if len(text) == 64 and set(text) <= set(string.hexdigits) else None
 
 
 def _check_hash(text: str) -> None:
@@ -190,7 +229,9 @@ def _check_hash(text: str) -> None:
 
 
 def _verdict_for_people(found: Verification) -> None:
-    typer.echo(f"{'verified' if found.ok else 'NOT VERIFIED'}: {found.count} receipts of node {found.node_id or '-'}")
+    typer.echo(
+        f"{'verified' if found.ok else 'NOT VERIFIED'}: {count(found.count, 'receipt')} of node {found.node_id or '-'}"
+    )
     typer.echo(f"head {found.head}")
     if not found.key_pinned:
         typer.echo("the key is the chain's own: pin it with --public-key to know that it is this node's")
@@ -203,31 +244,72 @@ def export(
     file: Annotated[
         Path, typer.Argument(readable=False, help="Where to write; - is stdout. An existing file is refused.")
     ] = Path("-"),
+    public_key: Annotated[
+        Path | None,
+        typer.Option("--public-key", metavar="FILE", help="Where to write the node's public key, to verify with."),
+    ] = None,
     state_dir: StateDir = DEFAULT_STATE_DIR,
 ) -> None:
     """Export the whole chain as JSON lines, with a signed head; it can be verified anywhere.
+
+    Keep the public key where the chain's keeper cannot change it: only a key from before shows a chain that was made anew.
 
     [bold]Examples[/bold]
 
     $ kvtier receipts export chain.jsonl
 
+    $ kvtier receipts export chain.jsonl --public-key node.pub
+
     $ kvtier receipts export | kvtier receipts verify -
     """
-    from kvtier_api.errors import NotPermitted
     from kvtier_cli.state import existing_ledger
     from kvtier_node.identity import NodeIdentity
     from kvtier_node.receipts import export_chain
 
     where = absolute(state_dir)
     with existing_ledger(where) as ledger:
-        content = b"".join(export_chain(ledger, NodeIdentity.load(where)))
+        identity = NodeIdentity.load(where)
+        content = b"".join(export_chain(ledger, identity))
+    key = identity.public_key.hex()
+    if public_key is not None and not _holds_key(public_key, identity.public_key):
+        _write_new(public_key, f"{key}\n".encode())
     if str(file) == "-":
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return
+    _write_new(file, content)
+    note(f"exported to {file}; the node's public key is {key}")
+
+
+def _holds_key(file: Path, key: bytes) -> bool:
+    """Whether the file has this very key already: from an export before."""
     try:
-        with open(file, "xb") as out:
+        with open(file, "rb") as found:
+            return _key_in(found.read(_KEY_LIMIT_BYTES).decode("ascii", errors="replace").strip()) == key
+    except OSError:
+        return False  # what is in the way is named when it is written
+
+
+def _write_new(file: Path, content: bytes) -> None:
+    """A whole new file, or none. Raises NotPermitted for one that is there, NotFound, KernelError."""
+    from kvtier_api.errors import KernelError, NotFound, NotPermitted
+
+    try:
+        out = open(file, "xb")  # noqa: SIM115  closed below, and removed where it is not whole
+    except FileExistsError as error:
+        raise NotPermitted("is there already", obj=str(file), remedy="name a new file") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound("its directory does not exist", obj=str(file), remedy="make it, or name another") from error
+    except OSError as error:
+        kind = NotPermitted if isinstance(error, PermissionError) else KernelError
+        raise kind(
+            f"cannot be made: {error.strerror}", obj=str(file), remedy="name a file that you can write"
+        ) from error
+    try:
+        with out:
             out.write(content)
     except OSError as error:
-        raise NotPermitted(f"cannot be written: {error.strerror}", obj=str(file), remedy="name a new file") from error
-    note(f"exported to {file}; the node's public key is {NodeIdentity.load(where).public_key.hex()}")
+        os.unlink(file)
+        raise KernelError(
+            f"cannot be written: {error.strerror}; it was removed again", obj=str(file), remedy="free space there"
+        ) from error

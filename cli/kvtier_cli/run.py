@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvtier_cli.completion import tier_names
 from kvtier_cli.options import (
     DEFAULT_MANIFESTS,
     DEFAULT_STATE_DIR,
@@ -37,7 +38,9 @@ _SAY_AFTER_S: Final = 1.0
 
 def run(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments.", metavar="-- CMD…")],
-    tier: Annotated[str | None, typer.Option("--tier", "-t", help="The tier's name, or NAMESPACE/NAME.")] = None,
+    tier: Annotated[
+        str | None, typer.Option("--tier", "-t", help="The tier's name, or NAMESPACE/NAME.", autocompletion=tier_names)
+    ] = None,
     namespace: Namespace = "default",
     tier_file: Annotated[
         Path | None,
@@ -110,7 +113,9 @@ def _recover_first(node: Node) -> None:
     """The fence: what nobody guards is erased, or left to those who still use it, before anything new is made."""
     from kvtier_node.recovery import recover
 
-    with _said_if_slow("erasing what an earlier crash left; the command starts after that"):
+    left = any(not row.is_terminal for row in node.ledger.volumes())
+    doing = "erasing what an earlier crash left" if left else "looking for what an earlier crash left"
+    with _said_if_slow(f"{doing}; the command starts after that"):
         found = recover(node)
     for receipt in found.erased:
         note(

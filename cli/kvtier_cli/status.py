@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvtier_cli.completion import tier_names
 from kvtier_cli.options import (
     DEFAULT_MANIFESTS,
     DEFAULT_STATE_DIR,
@@ -29,7 +30,8 @@ _EVENTS: Final = 10
 
 def status(
     tier: Annotated[
-        str | None, typer.Argument(help="One tier, by NAME or NAMESPACE/NAME, with its conditions.")
+        str | None,
+        typer.Argument(help="One tier, by NAME or NAMESPACE/NAME, with its conditions.", autocompletion=tier_names),
     ] = None,
     namespace: Namespace = "default",
     all_volumes: Annotated[bool, typer.Option("--all", help="Volumes that have ended, too.")] = False,

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, overload
 from pydantic import ValidationError
 
 from kvtier_api.erasure import KVCacheErasure
-from kvtier_api.errors import InvalidResource
+from kvtier_api.errors import InvalidResource, NotFound
 from kvtier_api.hostile_yaml import MAX_SIZE_BYTES, read_documents
 from kvtier_api.meta import API_VERSION, Resource
 from kvtier_api.problems import field_path, invalid_resource, nearest
@@ -39,7 +39,7 @@ def load_documents(origin: Path | str, *, source: str = "") -> list[Resource]:
     """The objects in a YAML file (a `Path`) or in YAML text (a `str`), in their order. Empty documents are passed over.
 
     `source` names the text in errors; a file names itself. The same kind, namespace and name twice is an error.
-    Raises InvalidResource that names file, document, field, value and remedy.
+    Raises NotFound where there is no such file, InvalidResource that names file, document, field, value and remedy.
     """
     if isinstance(origin, Path):
         source = source or str(origin)
@@ -70,6 +70,8 @@ def _read_file(path: Path, source: str) -> str:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise InvalidResource("not a regular file", obj=source, remedy="name a YAML file")
             data = file.read(MAX_SIZE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise NotFound("the file does not exist", obj=source, remedy="check the name") from error
     except OSError as error:
         raise InvalidResource(
             f"cannot be read: {error.strerror}", obj=source, remedy="check the name and its permissions"

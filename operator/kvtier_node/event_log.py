@@ -6,6 +6,7 @@ The one place that configures structlog. No line holds a key, a salt, a slot's b
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any, TextIO, cast
 
@@ -41,8 +42,9 @@ def configure(stream: TextIO | None = None, *, as_json: bool | None = None) -> L
     out = stream or sys.stderr
     if as_json is None:
         as_json = not out.isatty()
+    colors = out.isatty() and not os.environ.get("NO_COLOR")  # https://no-color.org
     renderer: Any = (
-        structlog.processors.JSONRenderer(sort_keys=True) if as_json else structlog.dev.ConsoleRenderer(colors=True)
+        structlog.processors.JSONRenderer(sort_keys=True) if as_json else structlog.dev.ConsoleRenderer(colors=colors)
     )
     structlog.configure(
         processors=[

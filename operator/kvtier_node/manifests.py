@@ -171,14 +171,13 @@ def find_tier(manifests: str, namespace: str, name: str) -> KVCacheTier:
 def load_tier_file(path: str, namespace: str, name: str | None) -> KVCacheTier:
     """The tier `name` of one file; the only one, where `name` is None. Raises NotFound, InvalidResource."""
     tiers = _tiers_in(path)
+    if not tiers:
+        raise NotFound("no tier in the file", obj=path, remedy="write a KVCacheTier manifest in it")
+    there = ", ".join(sorted(key_of(tier) for tier in tiers))
     if name is not None:
         tiers = [tier for tier in tiers if key_of(tier) == f"{namespace}/{name}"]
     if not tiers:
-        raise NotFound(
-            "no such tier in the file" if name else "no tier in the file",
-            obj=f"{path}: tier {namespace}/{name}" if name else path,
-            remedy="see the names in it (metadata.name, metadata.namespace)",
-        )
+        raise NotFound("no such tier in the file", obj=f"{path}: tier {namespace}/{name}", remedy=f"one of: {there}")
     if len(tiers) > 1:
         raise InvalidResource(
             f"{len(tiers)} tiers in the file: {', '.join(key_of(tier) for tier in tiers)}",

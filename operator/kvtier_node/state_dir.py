@@ -181,13 +181,15 @@ def _enter(parent: int, name: str, walked: str, *, create: bool, last: bool) -> 
             pass
         return os.open(name, flags, dir_fd=parent)
     except FileNotFoundError as error:
+        if create:  # /proc, for one: it is there, and takes no directory
+            raise KernelError(f"cannot be made: {error.strerror}", obj=walked, remedy=_REMEDY) from error
         raise NotFound("the state directory does not exist", obj=walked, remedy="start 'kvtier node' once") from error
     except PermissionError as error:
         raise NotPermitted(f"cannot be opened or made: {error.strerror}", obj=walked, remedy=_REMEDY) from error
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             raise UnsafePath("a symbolic link, or not a directory", obj=walked, remedy=_REMEDY) from error
-        raise KernelError(f"cannot be opened: {error.strerror}", obj=walked) from error
+        raise KernelError(f"cannot be opened or made: {error.strerror}", obj=walked, remedy=_REMEDY) from error
 
 
 def _sync_directory(path_fd: int) -> None:

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from kvtier_api import errors
-from standalone import Host, standalone_host
+from requirements import need_root
+from standalone import KVTIER, Host, standalone_host, wait_for
 
 SEALED = {"encryption": {"backend": "SealOnly"}}
+TEXT_NODE = ["node", "--log", "text", "--listen", "off"]
 COMMANDS = [
     ("node",),
     ("run",),
@@ -62,14 +64,42 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("kvtier status ch", "chat"),
+        ("kvtier erase ch", "chat"),
+        ("kvtier run --tier ch", "chat"),
+        ("kvtier receipts list --tier ch", "chat"),
+        ("kvtier receipts show kvr-", "RECEIPT"),
+        ("kvtier receipts show kvv-", "VOLUME"),
+    ],
+)
+def test_the_shell_completes_tiers_and_receipts(host: Host, line: str, wanted: str) -> None:
+    _used(host)
+    receipt = host.receipts()[0]
+    names = {"RECEIPT": receipt["id"], "VOLUME": receipt["volume_id"]}
+    env = {"_KVTIER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    done = host.kvtier(env=env)
+    assert done.stdout.split() == [names.get(wanted, wanted)], done.stderr
+    nowhere = {"KVTIER_STATE_DIR": "/nonexistent", "KVTIER_MANIFESTS": "/nonexistent"}
+    assert host.kvtier(env=env | nowhere).stdout.split() == []
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_there_for_each_shell(host: Host, shell: str) -> None:
     done = host.kvtier(env={"_KVTIER_COMPLETE": f"complete_{shell}", "COMP_WORDS": "kvtier rec", "COMP_CWORD": "1",
                             "_TYPER_COMPLETE_ARGS": "kvtier rec", "_TYPER_COMPLETE_FISH_ACTION": "get-args"})  # fmt: skip
     assert "receipts" in done.stdout, done.stderr
+    assert "erase" not in done.stdout  # no page of help
 
 
 # -- exit codes: one case for each that a person can cause on any host
+
+
+def _used(host: Host) -> None:
+    host.declare("chat", **SEALED)
+    host.kvtier("run", "--tier", "chat", "--", "true")
 
 
 def _foreign(host: Host) -> None:
@@ -103,11 +133,18 @@ EXIT_CODES = [
     (2, ["run", "--no-such-option", "--", "true"], None),
     (2, ["run", "--", "true"], None),
     (2, ["node", "--listen", "everywhere"], None),
-    (2, ["receipts", "verify", "/dev/null", "--public-key", "xyz"], None),
+    (2, ["receipts", "verify", "/dev/null", "--public-key", "/dev/null"], None),
+    (2, ["receipts", "verify", "/dev/null", "--public-key", "BASE/manifests"], None),
     (3, ["run", "--tier-file", "BASE/manifests/bad.yaml", "--", "true"], lambda host: host.write("bad.yaml", "{")),
     (4, ["run", "--tier", "chat", "--", "true"], None),
     (4, ["run", "--tier-file", "BASE/empty.yaml", "--", "true"], lambda host: (host.base / "empty.yaml").touch()),
+    (4, ["run", "--tier-file", "BASE/nofile.yaml", "--", "true"], None),
     (4, ["receipts", "list"], None),
+    (4, ["receipts", "list", "--tier", "nope"], lambda host: _used(host)),
+    (4, ["receipts", "export", "BASE/nowhere/chain"], lambda host: _used(host)),
+    (4, ["receipts", "verify", "/dev/null", "--public-key", "BASE/node.pub"], None),
+    (5, ["receipts", "export", "BASE/manifests/chat.yaml"], lambda host: _used(host)),
+    (10, ["node", "--listen", "off", "--state-dir", "/proc/kvtier"], None),
     (4, ["erase", "chat", "--reason", "x", "--yes"], None),
     (5, ["run", "--tier", "chat", "--", "true"], lambda host: host.declare("chat", path="/nowhere/chat", **SEALED)),
     (6, ["run", "--tier", "chat", "--", "true"], _foreign),
@@ -132,6 +169,29 @@ def test_each_failure_has_its_exit_code_and_no_traceback(
     assert "Traceback" not in done.stderr
     if 3 <= code <= 12:
         assert re.search(r"^error: .+\n  object: .+\n  remedy: .+$", done.stderr, re.MULTILINE), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "not_said"),
+    [
+        (["status", "-o", "xml"], "'xml' is not one of 'table', 'json', 'yaml'", "Value error"),
+        (["run", "--tier-file", "BASE/empty.yaml", "--", "true"], "remedy: write a KVCacheTier manifest", "names in it"),
+        (["run", "--tier-file", "BASE/manifests/chat.yaml", "--tier", "x", "--", "true"], "remedy: one of: default/chat", ""),
+        (["node", "--state-dir", "/proc/kvtier"], "remedy: give --state-dir", "start 'kvtier node' once"),
+        (["receipts", "export", "BASE/manifests/chat.yaml"], "is there already", ""),
+        (["receipts", "export", "BASE/nowhere/chain"], "its directory does not exist", "new file"),
+        (["receipts", "list", "--tier", "nope"], "remedy: one of: default/chat", ""),
+        (["receipts", "verify", "/dev/null", "--public-key", "BASE/node.pub"], "no file of this name", ""),
+    ],
+    ids=_id,
+)  # fmt: skip
+def test_a_mistake_is_named_as_what_it_is(host: Host, arguments: list[str], said: str, not_said: str) -> None:
+    _used(host)
+    (host.base / "empty.yaml").touch()
+    done = host.kvtier(*(word.replace("BASE", str(host.base)) for word in arguments))
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert not not_said or not_said not in done.stderr
 
 
 def test_no_backend_is_exit_code_8_with_each_ones_reason() -> None:
@@ -238,6 +298,36 @@ def test_an_exported_chain_verifies_without_a_state_directory(used: Host) -> Non
     assert used.kvtier("receipts", "export", str(chain)).returncode == 5  # an existing file stays
 
 
+@pytest.mark.root
+def test_an_export_onto_a_full_disk_leaves_no_part_of_a_chain(used: Host) -> None:
+    need_root()
+    full = used.base / "full"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4096", "none", str(full)], check=True)
+    (full / "filler").write_bytes(b"x" * 4096)
+    done = used.kvtier("receipts", "export", f"{full}/chain")
+    assert (done.returncode, "cannot be written: No space left" in done.stderr) == (10, True), done.stderr
+    assert [path.name for path in full.iterdir()] == ["filler"]
+
+
+def test_the_examples_of_the_help_verify_a_chain_as_they_are_written(used: Host) -> None:
+    examples = re.findall(r"\$ kvtier (receipts .*)", used.kvtier("receipts", "verify", "--help").stdout)
+    assert len(examples) == 3
+    for example in examples:
+        done = used.kvtier(*example.split(), cwd=used.base)
+        assert done.returncode == 0, done.stderr
+    assert "verified" in done.stdout
+    assert "pin it" not in done.stdout
+    used.kvtier("run", "--tier", "chat", "--", "true")  # a later chain, under the key that was kept
+    again = used.kvtier("receipts", "export", "later.jsonl", "--public-key", "node.pub", cwd=used.base)
+    assert again.returncode == 0, again.stderr
+    (used.base / "node.pub").write_text("0" * 64)
+    other = used.kvtier("receipts", "export", "last.jsonl", "--public-key", "node.pub", cwd=used.base)
+    assert other.returncode == 5
+    assert (used.base / "node.pub").read_text() == "0" * 64
+    assert not (used.base / "last.jsonl").exists()
+
+
 def test_a_pipe_from_export_to_verify_works(used: Host) -> None:
     exported = used.kvtier("receipts", "export")
     done = used.kvtier("receipts", "verify", "-", input=exported.stdout, stdin=None)
@@ -250,6 +340,33 @@ def test_a_pipe_from_export_to_verify_works(used: Host) -> None:
 def test_the_ledgers_own_chain_is_verified_under_the_nodes_key(used: Host) -> None:
     found = used.json("receipts", "verify")
     assert (found["ok"], found["key_pinned"]) == (True, True)
+
+
+def test_a_text_log_has_colours_on_a_terminal_only_and_not_with_no_color(host: Host) -> None:
+    import pty
+
+    def log_of(no_color: str) -> bytes:
+        ours, theirs = pty.openpty()
+        node = subprocess.Popen(
+            [*KVTIER, *TEXT_NODE],
+            env=host.env | {"NO_COLOR": no_color}, stdin=subprocess.DEVNULL, stderr=theirs,
+        )  # fmt: skip
+        os.close(theirs)
+        said = b""
+        try:
+            while b"ready" not in said:
+                said += os.read(ours, 1000)
+        finally:
+            node.kill()
+            node.wait()
+            os.close(ours)
+        return said
+
+    assert b"\x1b[" in log_of("")
+    assert b"\x1b[" not in log_of("1")
+    node = host.start(*TEXT_NODE)
+    wait_for(lambda: "ready" in node.text(), "the log")
+    assert "\x1b" not in node.text()
 
 
 def test_the_unit_starts_the_command_that_is_here_and_waits_for_its_word() -> None:

@@ -327,7 +327,7 @@ def translated(path: str) -> Iterator[None]:
         if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise Busy(f"the ledger was locked for {_BUSY_TIMEOUT_S:g} s", obj=path) from error
         if code & 0xFF == sqlite3.SQLITE_FULL or code == _IOERR_SHMSIZE:
-            raise _Full(f"the disk is full: {error}", obj=path, remedy="free space there") from error
+            raise _Full("the disk is full", obj=path, remedy="free space there") from error
         damaged = code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or code == _IOERR_SHORT_READ
         if damaged or "Could not decode" in str(error):  # text that is none: Python's own error, without a code
             raise LedgerDamaged(f"the ledger is damaged: {error}", obj=path, remedy=_REBUILD) from error
