@@ -94,7 +94,7 @@ class SampleResult:
     def sentence(self) -> str:
         ends = f"; {self.unclear} end(s) of files, less than a block each, can't be judged" if self.unclear else ""
         if self.blocks == 0:
-            return f"not measured: there was no whole block of {BLOCK_BYTES} bytes to read{ends}"
+            return f"nothing was looked at: no whole block of {BLOCK_BYTES} bytes was there to read{ends}"
         where = f", first at byte {self.plaintext_at[0]}" if self.plaintext_at else ""
         how = "past the page cache" if self.direct else "through the page cache"
         return (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier_api.errors import EraseIncomplete, UnsafePath
+from kvtier_api.errors import EraseIncomplete, InvalidResource, UnsafePath
 from kvtier_api.volume import VolumeState
 from kvtier_node import slots
 from kvtier_node.consumers import ProcessConsumer
@@ -66,8 +66,10 @@ def test_foreign_data_another_users_region_is_not_erased_because_the_consumer_op
 def test_foreign_data_no_tier_is_made_inside_a_volume_and_erased_with_it(host: Host) -> None:
     outer, _ = host.in_use(host.tier("SealOnly", ranks=1))
     for place in (f"{outer.row.place}/b", f"{outer.slots_path}/b"):
-        with pytest.raises(UnsafePath, match="inside a volume"):
+        with pytest.raises(InvalidResource, match="lies below"):
             host.provision(host.tier("SealOnly", ranks=1, name="b", path=Path(place)))
+        with pytest.raises(UnsafePath, match="inside a volume"):  # also where nobody knows of the outer tier
+            host.node.places.tier_directory(place, create=True)
         assert not os.path.exists(place)
 
 

@@ -148,4 +148,4 @@ def test_the_end_of_a_file_within_a_block_is_plaintext_whatever_it_looks_like(tm
 def test_a_sample_of_nothing_shows_nothing() -> None:
     nothing = merge([])
     assert nothing.clean is None
-    assert "not measured" in nothing.sentence()
+    assert "nothing was looked at" in nothing.sentence()
