@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier_api.documents import load_documents, parse_object
-from kvtier_api.errors import InvalidResource
+from kvtier_api.errors import InvalidResource, NotFound
 from kvtier_api.hostile_yaml import MAX_SIZE_BYTES, read_documents
 from kvtier_api.meta import Resource
 from kvtier_api.tier import KVCacheTier
@@ -312,7 +312,8 @@ def test_files_are_read_and_named(tmp_path: Path) -> None:
 def test_what_is_no_readable_text_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     assert "regular" in str(refused(tmp_path / "fifo"))
-    assert "cannot be read" in str(refused(tmp_path / "missing"))
+    with pytest.raises(NotFound, match="does not exist"):
+        load_documents(tmp_path / "missing")
     assert refused(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00" * 100)
     assert "UTF-8" in str(refused(tmp_path / "binary"))
