@@ -62,7 +62,7 @@ def children_of(host: Host) -> list[str]:
             command = Path(f"/proc/{name}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"sleep" in command and any("slot.rank_" in link and str(host.root) in link for link in links):
+        if command.startswith(b"sleep\0") and any("slot.rank_" in link and str(host.root) in link for link in links):
             found.append(name)
     return found
 
