@@ -54,7 +54,7 @@ def status(
     found = _gather(absolute(state_dir), absolute(manifests), all_volumes=all_volumes)
     key = None if tier is None else tier if "/" in tier else f"{namespace}/{tier}"
     if key is not None:
-        known = sorted({_key(item) for item in found["tiers"]} | {item["tier"] for item in found["volumes"]})
+        known = sorted(_known(absolute(state_dir), absolute(manifests)))
         if key not in known:
             raise NotFound(
                 "no such tier on this host",
@@ -69,6 +69,17 @@ def status(
 
 def _key(tier: dict[str, Any]) -> str:
     return f"{tier['metadata'].get('namespace', 'default')}/{tier['metadata']['name']}"
+
+
+def _known(state_dir: str, manifests: str) -> set[str]:
+    """Tiers that can be asked for: one whose volumes have all ended, too."""
+    from kvtier_cli.state import existing_ledger, known_tiers, was_used
+    from kvtier_node.manifests import ManifestDirectory
+
+    if not was_used(state_dir):
+        return set(ManifestDirectory(manifests).scan().tiers)
+    with existing_ledger(state_dir) as ledger:
+        return known_tiers(ledger, state_dir, manifests)
 
 
 def _gather(state_dir: str, manifests: str, *, all_volumes: bool) -> dict[str, Any]:

@@ -179,3 +179,15 @@ def test_a_node_that_has_not_written_its_status_yet_does_not_vouch_for_the_last_
 def test_yaml_of_a_tier_begins_as_people_write_it(host: Host) -> None:
     found = yaml.safe_load(host.kvtier("status", "-o", "yaml").stdout)["tiers"][0]
     assert list(found)[:4] == ["apiVersion", "kind", "metadata", "spec"]
+
+
+def test_a_tier_whose_volumes_have_all_ended_can_still_be_asked_for_and_no_other(host: Host) -> None:
+    file = host.declare("once", **SEALED)
+    aside = host.base / "once.yaml"
+    file.rename(aside)
+    assert host.kvtier("run", "--tier-file", str(aside), "--", "true").returncode == 0
+    assert [item["state"] for item in host.json("status", "once", "--all")["volumes"]] == ["Erased"]
+    assert host.json("status", "once")["volumes"] == []
+    done = host.kvtier("status", "never")
+    assert done.returncode == 4
+    assert "one of: default/chat, default/once" in done.stderr
