@@ -226,6 +226,10 @@ class Use:
         name = f"/var/lib/kvtier/tiers/{self.api.namespace}"
         body = tier("chat", sizePerRank="1Mi", slotSize="64Ki", path=name, encryption={"backend": "Fscrypt"}, **spec)
         self.node.kubectl("-n", self.api.namespace, "apply", "-f", "-", stdin=json.dumps(body))
+        # What happens while no controller leads has no event of its own; after a machine's start it takes a while.
+        self.wait(
+            "a controller looked at the tier", lambda: bool(self.api.get(TIERS, "chat").get("status")), limit_s=90
+        )
         wait_until("the service account", lambda: self._account() is not None)
         return self.api.get(TIERS, "chat")
 

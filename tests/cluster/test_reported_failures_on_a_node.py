@@ -145,7 +145,7 @@ def wait_for_the_next(use: Use, pid: int) -> list[Json]:
 
 
 def region_is_held(use: Use) -> bool:
-    """The agent keeps a descriptor of the pod's /dev/shm while a container of it runs."""
+    """The agent keeps a descriptor of the pod's /dev/shm from when it saw a region there with a process that has it."""
     inside = use.node.inside / "proc"
     theirs = (inside / str(use.container_pid()) / "root" / "dev" / "shm").stat()
     found = []

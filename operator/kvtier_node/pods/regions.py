@@ -59,6 +59,7 @@ class PodRegions:
             for pid in users:
                 self._find_folder(pid)
             self._find_files(members)
+            self._let_go_of_others()
         return done
 
     def _find_folder(self, pid: int) -> None:
@@ -97,6 +98,14 @@ class PodRegions:
                         continue
                     if process not in known:
                         self._seen[key] = (folder, SharedFile(name, *key, (*known, process)))
+
+    def _let_go_of_others(self) -> None:
+        """A folder in which no file was seen with a process is not kept: the next look finds it by a process that lives."""
+        kept = {folder for folder, _ in self._seen.values()}
+        for key, folder in list(self._folders.items()):
+            if folder not in kept:
+                os.close(folder)
+                del self._folders[key]
 
     def _erase(self) -> list[str]:
         done = []
