@@ -14,17 +14,17 @@ from typing import Final
 from kvtier_api.erasure import ErasureScope, Trigger
 from kvtier_api.errors import Busy, KvtierError, NotFound
 from kvtier_api.volume import VolumeState
-from kvtier_node.backends import BACKENDS
+from kvtier_node.backends import BACKENDS, image
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
 from kvtier_node.kernel.processes import PidFd
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import TERMINAL, ArrowRefused, EraseRequest, VolumeRow
-from kvtier_node.live import LiveVolume
+from kvtier_node.live import LiveVolume, request_of
 from kvtier_node.node import Node
 from kvtier_node.pods.between import look_between
 from kvtier_node.pods.consumer import PodConsumer
-from kvtier_node.pods.ending import end_use, files_of_place
+from kvtier_node.pods.ending import end_use, files_of_devices, files_of_place
 from kvtier_node.receipts import Receipt
 from kvtier_node.recovery import destroys_keys, evidence, trigger_of, usage
 from kvtier_node.shared_memory import FACT, SharedMemoryWatch, files_of
@@ -164,7 +164,11 @@ def stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -
     files = None
     if place is not None:
         with place:
-            files = files_of_place(place, own_device=BACKENDS[live.row.backend].own_device)
+            own_device = BACKENDS[live.row.backend].own_device
+            files = files_of_place(place, own_device=own_device)
+            if files is None and own_device:  # an erasure took the mount off, and somebody has it in another namespace
+                found = image.devices_of(place, request_of(live.row))
+                files = files_of_devices([f"/dev/mapper/{live.volume_id}", *(device.path for device in found)])
     end_use(pod, files, grace_s=_GRACE_S)
 
 

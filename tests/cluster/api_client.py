@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -32,6 +33,12 @@ class Api:
 
     def request(self, method: str, path: str, **arguments: Any) -> Json:
         answer = self.client.request(method, path, **arguments)
+        until = time.monotonic() + 60
+        while (
+            answer.status_code == 429 and method == "GET" and time.monotonic() < until
+        ):  # a server that has just started
+            time.sleep(0.5)
+            answer = self.client.request(method, path, **arguments)
         if answer.status_code >= 400:
             raise Refused(answer.status_code, answer.json().get("message", "") if answer.content else "")
         found: Json = answer.json()

@@ -122,8 +122,21 @@ class Reader:
             check=False,
         )
         failed = done.returncode != 0
-        assert failed == (block.mode == "refused"), f"{block.text}: exit code {done.returncode}\n{done.stdout}"
+        if failed != (block.mode == "refused"):
+            raise AssertionError(f"{block.text}: exit code {done.returncode}\n{done.stdout}\n{self.describe()}")
         return done.stdout
+
+    def describe(self) -> str:
+        """What a person would look at when a command did something else."""
+        looks = (
+            "kubectl get kvce,kvcv -A -o yaml",
+            "kubectl -n kvtier-system logs daemonset/kvtier-node --tail=40",
+            "kubectl -n kvtier-system logs deployment/kvtier-controller --all-pods --tail=40",
+        )
+        said = [subprocess.run(["bash", "-c", look], env=self.env, capture_output=True, text=True) for look in looks]
+        return "\n".join(
+            f"$ {look}\n{done.stdout[-8000:]}{done.stderr}" for look, done in zip(looks, said, strict=True)
+        )
 
     def again(self, block: Block, shown: str, *, any_order: bool) -> str:
         """Until it says what is shown: an event is told a moment after what it is about. For commands that change nothing."""

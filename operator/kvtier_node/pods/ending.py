@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +24,7 @@ from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.target import TargetPath, open_target_if_there
 from kvtier_node.slots import walk_files
 
-__all__ = ["VolumeFiles", "end_use", "files_of_place", "holders"]
+__all__ = ["VolumeFiles", "end_use", "files_of_devices", "files_of_place", "holders"]
 
 _GONE: Final = (FileNotFoundError, ProcessLookupError)
 _ROUNDS: Final = 3
@@ -57,6 +57,19 @@ def files_of_place(place: Directory, *, own_device: bool) -> VolumeFiles | None:
                 if info is not None:
                     inodes |= {info.st_ino, os.fstat(directory.fd).st_ino}
             return VolumeFiles(os.fstat(slots.fd).st_dev, frozenset(inodes))
+
+
+def files_of_devices(paths: Iterable[str]) -> VolumeFiles | None:
+    """The files of a volume that is mounted at its place no more: of the first of these block devices that is there.
+
+    A process that opened one after the first look, in its own mount namespace, is found by it.
+    """
+    for path in paths:
+        try:
+            return VolumeFiles(os.stat(path).st_rdev)
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def holders(files: VolumeFiles) -> list[tuple[int, int]]:
