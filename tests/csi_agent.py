@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -421,6 +422,19 @@ class Kubelet:
                 if error.errno not in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # it goes while it is looked at
                     raise
         return [*self.mounts(), *devices]
+
+    def clean_up(self) -> None:
+        """End the agent, take away what it left of mounts and loop devices, show its log, and remove the folder."""
+        if self.process is not None:
+            self.stop_agent(signal.SIGKILL)
+        left = self.left_over()
+        for point in sorted(self.mounts(), reverse=True):
+            subprocess.run(["umount", "-l", point], check=False)
+        for device in [name for name in left if name.startswith("loop")]:
+            subprocess.run(["losetup", "-d", f"/dev/{device}"], check=False)
+        log = self.base / "agent.log"
+        print((log.read_text() if log.exists() else "")[-6000:])
+        shutil.rmtree(self.base)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -163,11 +160,4 @@ def running_kubelet(api: Api, agent_config: Path) -> Iterator[ClusterKubelet]:
         made.start_agent()
         yield made
     finally:
-        if made.process is not None:
-            made.stop_agent(signal.SIGKILL)
-        for point in sorted(made.mounts(), reverse=True):
-            subprocess.run(["umount", "-l", point], check=False)
-        for device in [name for name in made.left_over() if name.startswith("loop")]:
-            subprocess.run(["losetup", "-d", f"/dev/{device}"], check=False)
-        print((base / "agent.log").read_text()[-6000:])
-        shutil.rmtree(base)
+        made.clean_up()

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -95,17 +94,6 @@ class Line:
     def done(self, verb: str, path: str) -> list[tuple[str, str, int]]:
         """Writes that the API server carried out."""
         return [it for it in self.controller.writes() if it[0] == verb and it[2] < 400 and path in it[1]]
-
-
-@contextlib.contextmanager
-def frozen(plane: ControlPlane, name: str) -> Iterator[None]:
-    """A process of the control plane that is there and does nothing: its connections stay open."""
-    process = plane._processes[name]
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 @contextlib.contextmanager
@@ -277,7 +265,7 @@ def test_an_api_server_that_hangs_during_a_deletion_that_waits(line: Line, plane
     line.wait_ready()
     line.delete()
     line.told_once("DeletionWaits")
-    with frozen(plane, "kube-apiserver"):
+    with plane.frozen("kube-apiserver"):
         wait_until("the term ended", lambda: not line.controller.leads())
     wait_until("the API server answers", lambda: line.api.find(TIERS, line.name) is not None)
     assert line.is_held()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,16 +23,7 @@ def kubelet() -> Iterator[Kubelet]:
     try:
         yield made
     finally:
-        if made.process is not None:
-            made.stop_agent(signal.SIGKILL)
-        left = made.left_over()
-        for point in sorted(made.mounts(), reverse=True):
-            subprocess.run(["umount", "-l", point], check=False)
-        for device in [name for name in left if name.startswith("loop")]:
-            subprocess.run(["losetup", "-d", f"/dev/{device}"], check=False)
-        log = (base / "agent.log").read_text() if (base / "agent.log").exists() else ""
-        print(log[-6000:])
-        shutil.rmtree(base)
+        made.clean_up()
 
 
 @pytest.fixture
@@ -70,6 +58,4 @@ def argument_kubelet() -> Iterator[Kubelet]:
         made.start_agent()
         yield made
     finally:
-        if made.process is not None:
-            made.stop_agent(signal.SIGKILL)
-        shutil.rmtree(base)
+        made.clean_up()
