@@ -113,7 +113,7 @@ def _volumes_of(node: Node, key: str, manifests: str) -> list[VolumeRow]:
 
     if key not in known_tiers(node.ledger, node.state_dir, manifests):
         raise NotFound("no such tier on this host", obj=f"tier {key}", remedy="see 'kvtier status'")
-    rows = [row for row in node.ledger.volumes() if f"{row.tier_namespace}/{row.tier_name}" == key]
+    rows = [row for row in node.ledger.volumes() if row.tier_key == key]
     return [row for row in rows if not row.is_terminal]
 
 
@@ -235,10 +235,8 @@ def _abandon(
     from kvtier_node.recovery import guard, usage
 
     row = node.ledger.get(volume_id)
-    if f"{row.tier_namespace}/{row.tier_name}" != key:
-        raise InvalidResource(
-            f"the volume is of tier {row.tier_namespace}/{row.tier_name}", obj=volume_id, remedy="name that tier"
-        )
+    if row.tier_key != key:
+        raise InvalidResource(f"the volume is of tier {row.tier_key}", obj=volume_id, remedy="name that tier")
     if row.is_terminal:
         raise InvalidResource(
             f"the volume has ended already ({row.state.value})", obj=volume_id, remedy="nothing is left"

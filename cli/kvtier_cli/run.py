@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -33,7 +30,6 @@ __all__ = ["CONTEXT", "run"]
 
 CONTEXT: Final[dict[str, Any]] = {"allow_interspersed_args": False}
 """Options after the first word of the command are the command's."""
-_SAY_AFTER_S: Final = 1.0
 
 
 def run(
@@ -98,24 +94,14 @@ def _tier(tier: str | None, namespace: str, tier_file: Path | None, manifests: P
     return find_tier(absolute(manifests), namespace, tier)
 
 
-@contextmanager
-def _said_if_slow(text: str) -> Iterator[None]:
-    timer = threading.Timer(_SAY_AFTER_S, note, [text])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def _recover_first(node: Node) -> None:
     """The fence: what nobody guards is erased, or left to those who still use it, before anything new is made."""
     from kvtier_node.recovery import recover
+    from kvtier_node.run import said_if_slow
 
     left = any(not row.is_terminal for row in node.ledger.volumes())
     doing = "erasing what an earlier crash left" if left else "looking for what an earlier crash left"
-    with _said_if_slow(f"{doing}; the command starts after that"):
+    with said_if_slow(note, f"{doing}; the command starts after that"):
         found = recover(node)
     for receipt in found.erased:
         note(

@@ -65,6 +65,6 @@ def declared_tiers(state_dir: str, manifests: str) -> dict[str, KVCacheTier]:
 
 def known_tiers(ledger: Ledger, state_dir: str, manifests: str) -> set[str]:
     """Every tier that is declared, or that a volume or a receipt was ever of."""
-    of_volumes = {f"{row.tier_namespace}/{row.tier_name}" for row in ledger.volumes()}
+    of_volumes = {row.tier_key for row in ledger.volumes()}
     of_receipts = {f"{item.tier.namespace}/{item.tier.name}" for item in ledger.receipts() if item.tier is not None}
     return of_volumes | of_receipts | set(declared_tiers(state_dir, manifests))

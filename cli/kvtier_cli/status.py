@@ -149,7 +149,7 @@ def _volume(row: VolumeRow) -> dict[str, Any]:
 
     return {
         "volume": row.volume_id,
-        "tier": f"{row.tier_namespace}/{row.tier_name}",
+        "tier": row.tier_key,
         "state": row.state.value,
         "since": row.state_since,
         "backend": row.backend.value,

@@ -35,7 +35,7 @@ def tiers_as_seen(
     """`tiers`, of manifests and of status files, as they are now. `running`: the process id of the living `kvtier node`."""
     rows_of: dict[str, list[VolumeRow]] = {}
     for row in rows:
-        rows_of.setdefault(f"{row.tier_namespace}/{row.tier_name}", []).append(row)
+        rows_of.setdefault(row.tier_key, []).append(row)
     last = {f"{item.tier.namespace}/{item.tier.name}": item for item in receipts if item.tier is not None}
     seen = {}
     for key, tier in tiers.items():

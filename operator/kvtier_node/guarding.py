@@ -14,11 +14,11 @@ from typing import Final
 from kvtier_api.erasure import ErasureScope, Trigger
 from kvtier_api.errors import Busy, KvtierError, NotFound
 from kvtier_api.volume import VolumeState
-from kvtier_node.backends import BACKENDS, image
+from kvtier_node.backends import BACKENDS
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
 from kvtier_node.kernel.processes import PidFd
-from kvtier_node.kernel.refusal import refused
+from kvtier_node.kernel.refusal import as_refusal, refused
 from kvtier_node.ledger import TERMINAL, ArrowRefused, EraseRequest, VolumeRow
 from kvtier_node.live import LiveVolume, request_of
 from kvtier_node.node import Node
@@ -55,7 +55,7 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
     try:
         found = usage(node, live)
     except (KvtierError, OSError) as error:  # not knowing is not a proof of death
-        failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
+        failure = as_refusal(error, live.row.place)
         return Look(True, f"whether it is in use cannot be told: {failure}", error=failure)
     if found.alive:
         return Look(True, found.reason, error=_observed(node, live))
@@ -64,9 +64,7 @@ def look(node: Node, live: LiveVolume, *, trigger: Trigger | None = None, death:
         try:
             stop_pod(node, live, pod, Trigger.CRASH)
         except (KvtierError, OSError) as error:
-            return Look(
-                False, found.reason, error=error if isinstance(error, KvtierError) else refused(error, live.row.place)
-            )
+            return Look(False, found.reason, error=as_refusal(error, live.row.place))
     if live.row.state is VolumeState.IN_USE and death is None and live.death is None:
         death = Death.now()
     try:
@@ -164,11 +162,10 @@ def stop_pod(node: Node, live: LiveVolume, pod: PodConsumer, trigger: Trigger) -
     files = None
     if place is not None:
         with place:
-            own_device = BACKENDS[live.row.backend].own_device
-            files = files_of_place(place, own_device=own_device)
-            if files is None and own_device:  # an erasure took the mount off, and somebody has it in another namespace
-                found = image.devices_of(place, request_of(live.row))
-                files = files_of_devices([f"/dev/mapper/{live.volume_id}", *(device.path for device in found)])
+            backend = BACKENDS[live.row.backend]
+            files = files_of_place(place, own_device=backend.own_device)
+            if files is None:  # an erasure took the mount off, and somebody has it in another namespace
+                files = files_of_devices(backend.own_devices(place, request_of(live.row)))
     end_use(pod, files, grace_s=_GRACE_S)
 
 
@@ -179,7 +176,7 @@ def in_scope(request: EraseRequest, row: VolumeRow) -> bool:
     """
     return (
         request.scope == ErasureScope.ALL
-        and f"{row.tier_namespace}/{row.tier_name}" == request.tier
+        and row.tier_key == request.tier
         and not row.is_terminal
         and (row.created_at <= request.created_at if request.after is None else row.sequence <= request.after)
     )

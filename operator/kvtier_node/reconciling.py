@@ -44,10 +44,6 @@ _LIVING: Final = frozenset(VolumeState) - TERMINAL
 DELETION: Final = "the tier's manifest was removed"
 
 
-def _key_of_row(row: VolumeRow) -> str:
-    return f"{row.tier_namespace}/{row.tier_name}"
-
-
 def _declared_at(tier: KVCacheTier, at: datetime | None) -> KVCacheTier:
     """With the time since when it is declared here, which no manifest says."""
     return tier.model_copy(update={"metadata": tier.metadata.model_copy(update={"creation_timestamp": at})})
@@ -132,9 +128,9 @@ class Reconciler:
                     volumes=[
                         VolumeFacts(row, measured.get(row.volume_id), failures.get(row.volume_id, ""))
                         for row in self.rows
-                        if _key_of_row(row) == key
+                        if row.tier_key == key
                     ],
-                    abandoned=sum(_key_of_row(row) == key for row in abandoned),
+                    abandoned=sum(row.tier_key == key for row in abandoned),
                     check=self._checks[key][2] if key in self._checks else None,
                     host=self._host,
                     missed=self._missed(key),
@@ -204,7 +200,7 @@ class Reconciler:
             self._node.ledger.add_request(key, "All", DELETION, trigger=Trigger.DELETION)
 
     def _finish_deletions(self) -> None:
-        busy = {request.tier for request in self._node.ledger.open_requests()} | {_key_of_row(row) for row in self.rows}
+        busy = {request.tier for request in self._node.ledger.open_requests()} | {row.tier_key for row in self.rows}
         for key in self._deleting - busy:
             self._files.remove(key)
             self._deleting.discard(key)

@@ -25,7 +25,7 @@ from kvtier_node.erasing import erase
 from kvtier_node.guardian import Guardian
 from kvtier_node.identity import NodeIdentity
 from kvtier_node.kernel.processes import boot_id
-from kvtier_node.kernel.refusal import refused
+from kvtier_node.kernel.refusal import as_refusal
 from kvtier_node.ledger import TERMINAL, Ledger, LedgerDamaged, LedgerMissing, Observer, VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.lost_mounts import LOST, has_lost_mount, is_out_of_reach
@@ -270,7 +270,7 @@ def recover(node: Node) -> Recovered:
         try:
             live = guard(node, row)
         except (KvtierError, OSError) as error:
-            result.unguarded.append((row, error if isinstance(error, KvtierError) else refused(error, row.place)))
+            result.unguarded.append((row, as_refusal(error, row.place)))
             continue
         if live is None:
             result.guarded_elsewhere.append(row.volume_id)
@@ -282,7 +282,7 @@ def recover(node: Node) -> Recovered:
             else:  # when the consumer died is not known here: nobody watched
                 result.erased.append(erase(node, live, trigger_of(live.row)))
         except (KvtierError, OSError) as error:  # one volume's trouble must not keep the others from being erased
-            failure = error if isinstance(error, KvtierError) else refused(error, live.row.place)
+            failure = as_refusal(error, live.row.place)
             result.failed.append((live, failure))
     tidy(node)
     return result

@@ -35,7 +35,7 @@ from kvtier_node.receipts import Receipt
 from kvtier_node.recovery import usage
 from kvtier_node.slots import slot_names
 
-__all__ = ["RunResult", "run_fenced"]
+__all__ = ["RunResult", "run_fenced", "said_if_slow"]
 
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _SAY_AFTER_S: Final = 1.0
@@ -62,7 +62,7 @@ def environment(live: LiveVolume, tier: KVCacheTier, rank: int | None) -> dict[s
         "KVTIER_NONCE": str(live.row.facts["nonce"]),
         "KVTIER_SLOT_DIR": live.slots_path,
         "KVTIER_SLOT_PREFIX": f"{live.slots_path}/{prefix}",
-        "KVTIER_TIER": f"{live.row.tier_namespace}/{live.row.tier_name}",
+        "KVTIER_TIER": live.row.tier_key,
         "KVTIER_VOLUME_ID": live.volume_id,
     }
     if rank is not None:
@@ -194,7 +194,7 @@ def _until_erased(
             code, death, said_at = code_now, Death.now(), time.monotonic() + _SAY_AFTER_S
         if _has_ended(node, live):
             return RunResult(code, _receipt_of(node, live), None, live.volume_id)
-        with _said_if_slow(say, f"erasing {live.volume_id}"):
+        with said_if_slow(say, f"erasing {live.volume_id}"):
             seen = look(node, live, trigger=Trigger.CRASH if process.returncode < 0 else Trigger.EXIT, death=death)
         if seen.receipt is not None:
             return RunResult(code, seen.receipt, None, live.volume_id)
@@ -222,7 +222,7 @@ def _wait(pause_s: float, asked: _Asked) -> None:
 
 
 @contextmanager
-def _said_if_slow(say: Callable[[str], None], text: str) -> Iterator[None]:
+def said_if_slow(say: Callable[[str], None], text: str) -> Iterator[None]:
     """Say what is done while it takes longer than a person waits in silence: overwriting takes as long as it takes."""
     timer = threading.Timer(_SAY_AFTER_S, say, [text])
     timer.daemon = True

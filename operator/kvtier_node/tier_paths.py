@@ -41,7 +41,7 @@ def refuse_nested(node: Node, tier: KVCacheTier) -> None:
     rows = node.ledger.volumes(_LIVING)
     declared, _unreadable = StatusFiles(node.state_dir).load()
     key, path = key_of(tier), tier.spec.path
-    others = {(_key_of_row(row), os.path.dirname(row.place)) for row in rows}
+    others = {(row.tier_key, os.path.dirname(row.place)) for row in rows}
     others |= {(name, other.spec.path) for name, other in declared.items() if name != key}
     own = _rank(key, rows, declared.get(key))
     for other, where in sorted(others):
@@ -51,13 +51,9 @@ def refuse_nested(node: Node, tier: KVCacheTier) -> None:
             raise _nested(key, path, other, where)
 
 
-def _key_of_row(row: VolumeRow) -> str:
-    return f"{row.tier_namespace}/{row.tier_name}"
-
-
 def _rank(key: str, rows: Sequence[VolumeRow], declared: KVCacheTier | None) -> _Rank:
     """The smaller, the earlier: a total order, so that of two tiers exactly one is refused."""
-    first = min((row.sequence for row in rows if _key_of_row(row) == key), default=None)
+    first = min((row.sequence for row in rows if row.tier_key == key), default=None)
     if first is not None:
         return 0, first, _EARLY, key
     if declared is not None:

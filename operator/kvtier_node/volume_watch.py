@@ -17,7 +17,7 @@ from kvtier_api.tier import KVCacheTierSpec
 from kvtier_node.erasing import abandon
 from kvtier_node.event_log import Log
 from kvtier_node.guarding import LOOK_S, Look, fulfil_requests, in_scope, look
-from kvtier_node.kernel.refusal import refused
+from kvtier_node.kernel.refusal import as_refusal
 from kvtier_node.ledger import ABANDON, ArrowRefused, EraseRequest
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
@@ -53,7 +53,7 @@ class VolumeWatch:
     ) -> None:
         self._node = node
         self.live = live
-        self._log = log.bind(volume=live.volume_id, tier=f"{live.row.tier_namespace}/{live.row.tier_name}")
+        self._log = log.bind(volume=live.volume_id, tier=live.row.tier_key)
         self._requests = requests
         self._threads = threads
         self.failure = ""
@@ -82,7 +82,7 @@ class VolumeWatch:
         try:
             return self._look()
         except (KvtierError, OSError) as error:
-            failure = error if isinstance(error, KvtierError) else refused(error, self.live.row.place)
+            failure = as_refusal(error, self.live.row.place)
             self._failed(failure)
             return Turn(False, Look(True, "not known", error=failure))
 

@@ -86,6 +86,12 @@ class Backend(Protocol):
         Asked of a volume that has lost its mount. Raises KvtierError, OSError where it cannot be told.
         """
 
+    def own_devices(self, place: Directory, request: VolumeRequest) -> list[str]:
+        """Paths of the block devices that the volume's own file system is on, mounted or not; empty where it has none.
+
+        Raises EraseIncomplete where that can't be told.
+        """
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         """Fence the place off from every path, then make its bytes unreadable for ever, and verify in the kernel.
 

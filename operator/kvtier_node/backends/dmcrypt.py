@@ -32,6 +32,10 @@ _FEATURES: Final = "^has_journal"
 _PROBE: Final = "kvtier-probe-"
 
 
+def _mapped(name: str) -> str:
+    return f"/dev/mapper/{name}"
+
+
 def _open(device: str, name: str, cipher: str) -> dict[str, Any]:
     """A new key, and the crypt device `name` with it on `device`."""
     return bounded.call(
@@ -132,7 +136,7 @@ class DmCrypt:
         answer = _open(backing, request.volume_id, request.cipher)
         note(key_id=str(answer["key_id"]), facts={"cipher": f"dm-crypt plain, {request.cipher}, 512-bit key"})
         _refuse_wrong_table(answer["table"], request, backing)
-        mapped = f"/dev/mapper/{request.volume_id}"
+        mapped = _mapped(request.volume_id)
         image.make_file_system(mapped, features=_FEATURES)
         place.mkdir(MOUNT_NAME, 0o700).close()
         image.mount_volume(place, mapped)
@@ -192,12 +196,15 @@ class DmCrypt:
         if not device_mapper.exists(request.volume_id):
             return False
         try:
-            os.close(os.open(f"/dev/mapper/{request.volume_id}", os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+            os.close(os.open(_mapped(request.volume_id), os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
         except OSError as error:
             if error.errno == errno.EBUSY:
                 return True
             raise
         return False
+
+    def own_devices(self, place: Directory, request: VolumeRequest) -> list[str]:
+        return [_mapped(request.volume_id)]
 
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         name = request.volume_id
@@ -220,7 +227,7 @@ class DmCrypt:
         steps.append(Step("key-removed", True, gone[answer["left"]]))
         steps.append(image.unmount_volume(place))
         if answer["left"] == "error":
-            steps += self._drop_pages(f"/dev/mapper/{name}")
+            steps += self._drop_pages(_mapped(name))
         return steps
 
     @staticmethod

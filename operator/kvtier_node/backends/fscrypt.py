@@ -112,6 +112,9 @@ class Fscrypt:
                 return True
         return False
 
+    def own_devices(self, place: Directory, request: VolumeRequest) -> list[str]:
+        return [device.path for device in image.devices_of(place, request)]
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         devices = image.devices_of(place, request)
         # Held meanwhile: the file system outlives the unmount, so that the kernel can be asked about the key.

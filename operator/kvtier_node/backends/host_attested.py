@@ -122,6 +122,9 @@ class HostAttested:
     def is_in_kernel(self, place: Directory, request: VolumeRequest) -> bool:
         return True  # its files are in the tier's own file system
 
+    def own_devices(self, place: Directory, request: VolumeRequest) -> list[str]:
+        return []
+
     def destroy_key(self, place: Directory, request: VolumeRequest, key_id: str | None) -> list[Step]:
         fenced = plain.fence(place, request)
         plain.refuse_open(place, request)

@@ -271,9 +271,7 @@ class ClusterPart:
         if any(it.scope == ABANDON and it.argument == wish.volume_id for it in requests):
             return
         row = self._node.ledger.get(wish.volume_id)
-        self._node.ledger.add_request(
-            f"{row.tier_namespace}/{row.tier_name}", ABANDON, wish.reason, argument=wish.volume_id
-        )
+        self._node.ledger.add_request(row.tier_key, ABANDON, wish.reason, argument=wish.volume_id)
 
     # -- events
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import libc
+from kvtier_node.kernel.processes import pids
 
 __all__ = ["MountEntry", "is_mount_point", "mountinfo", "mounts_elsewhere", "mounts_of_device", "parse_mountinfo"]
 
@@ -93,7 +94,7 @@ def _namespace(thread: str) -> str | None:
 
 def _threads() -> Iterator[tuple[int, str]]:
     """(process id, its thread's path below /proc), the lowest process id first."""
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+    for pid in pids():
         try:
             yield from ((pid, f"{pid}/task/{thread}") for thread in os.listdir(f"/proc/{pid}/task"))
         except _GONE:

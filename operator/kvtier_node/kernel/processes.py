@@ -15,12 +15,17 @@ from typing import Self
 
 from kvtier_api.errors import KernelError, NotFound
 
-__all__ = ["PidFd", "boot_id", "new_pidfd_from_child", "start_time"]
+__all__ = ["PidFd", "boot_id", "new_pidfd_from_child", "pids", "start_time"]
 
 
 def boot_id() -> str:
     """The kernel's random id of this boot (proc(5), random/boot_id)."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def pids() -> list[int]:
+    """Every process that this one's /proc shows, the lowest number first. Some may have ended when they are looked at."""
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def start_time(pid: int) -> int:

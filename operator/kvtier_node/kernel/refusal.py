@@ -17,7 +17,7 @@ from kvtier_api.errors import (  # fmt: skip
     UnsafePath,
 )
 
-__all__ = ["refused", "shown"]
+__all__ = ["as_refusal", "refused", "shown"]
 
 _FOREIGN: Final = (ForeignData, "something is there that kvtier did not make", "look what it is, and move it away")
 _LOCKED: Final = (NotPermitted, None, "look at owner, mode, mount options, and lsattr (immutable bit)")
@@ -59,3 +59,8 @@ def refused(error: OSError, where: str, *, at_fd: int | None = None) -> KvtierEr
         return InsufficientSpace(f"{error.strerror}{free}", obj=shown(where), remedy="free space on this file system")
     kind, cause, remedy = _MEANINGS.get(number, (KernelError, None, ""))
     return kind(cause or str(error.strerror or error), obj=shown(where), remedy=remedy)
+
+
+def as_refusal(error: KvtierError | OSError, where: str) -> KvtierError:
+    """kvtier's own error as it is, with the object that it names; the kernel's as `refused` tells it of `where`."""
+    return error if isinstance(error, KvtierError) else refused(error, where)

@@ -92,6 +92,11 @@ class VolumeRow:
     def is_terminal(self) -> bool:
         return self.state in TERMINAL
 
+    @property
+    def tier_key(self) -> str:
+        """`<namespace>/<name>`, as `manifests.key_of` says of a tier."""
+        return f"{self.tier_namespace}/{self.tier_name}"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

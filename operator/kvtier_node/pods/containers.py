@@ -10,7 +10,6 @@ namespace sees its own alone. Only the end of a process that was seen with the v
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Final
 
 from kvtier_api.errors import NotFound
 from kvtier_node.kernel import mounts
-from kvtier_node.kernel.processes import PidFd
+from kvtier_node.kernel.processes import PidFd, pids
 from kvtier_node.pods.regions import PodRegions
 
 __all__ = ["Between", "ContainerWatch", "Snapshot"]
@@ -66,7 +65,7 @@ class ContainerWatch:
         """Look at every process of the machine now."""
         self._looked_at = time.monotonic()
         self.close()
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        for pid in pids():
             if not self._is_of_pod(pid) or not self._has_volume(pid):
                 continue
             try:
@@ -83,7 +82,7 @@ class ContainerWatch:
 
     def members(self) -> list[int]:
         """Every process of the pod, by its cgroup."""
-        return [pid for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()) if self._is_of_pod(pid)]
+        return [pid for pid in pids() if self._is_of_pod(pid)]
 
     def _is_of_pod(self, pid: int) -> bool:
         try:

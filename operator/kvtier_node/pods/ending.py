@@ -17,7 +17,7 @@ from typing import Final
 
 from kvtier_api.errors import NotFound
 from kvtier_api.marker import SLOTS_DIRECTORY
-from kvtier_node.kernel.processes import PidFd, start_time
+from kvtier_node.kernel.processes import PidFd, pids, start_time
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.pods.consumer import PodConsumer
@@ -78,7 +78,7 @@ def holders(files: VolumeFiles) -> list[tuple[int, int]]:
     Needs to see every process (a PID namespace that is the host's), and CAP_SYS_PTRACE.
     """
     found = []
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
+    for pid in pids():
         try:
             started = start_time(pid)
         except NotFound:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from csi_agent import Kubelet, Pod
 from kvtier_api.erasure import Trigger
 from kvtier_api.volume import VolumeState
+from kvtier_node.ledger import Ledger
 from unmounting import unmount_everywhere
 
 pytestmark = pytest.mark.root
@@ -61,6 +64,32 @@ def test_a_container_that_has_a_slot_open_keeps_it_and_its_end_erases_it(
     serving.wait("the erasure", lambda: state(serving, pod) is VolumeState.ERASED)
     assert (serving.base / "agent.log").read_text().count("cannot-erase-yet") == missing
     serving.unpublish(pod)
+
+
+def test_a_request_ends_who_has_a_slot_open_though_the_mount_is_gone_from_its_place(
+    serving: Kubelet, new_pod: Callable[..., Pod]
+) -> None:
+    """As when an erasure took the mount off, and a container that was just starting opened a slot in its own namespace."""
+    pod = new_pod()
+    serving.publish(pod)
+    slot = serving.target(pod) / "slots" / "slot.rank_0"
+    holder = subprocess.Popen(
+        ["/bin/sh", "-c", 'exec 3<>"$0"; echo open; exec sleep 600', str(slot)], stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"open\n"
+        unmount_everywhere(serving.target(pod))
+        with Ledger.open(serving.base / "state", create=False) as ledger:
+            ledger.add_request("default/chat", "All", "customer left")
+        assert holder.wait(60) == -signal.SIGTERM
+    finally:
+        holder.kill()
+        holder.wait()
+    serving.wait("the erasure", lambda: state(serving, pod) is VolumeState.ERASED)
+    assert serving.receipts()[0].trigger is Trigger.REQUEST
+    serving.unpublish(pod)
+    assert not serving.left_over()
 
 
 def test_a_target_that_is_mounted_still_keeps_it_until_unpublish(serving: Kubelet, new_pod: Callable[..., Pod]) -> None:
