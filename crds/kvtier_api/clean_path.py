@@ -1,4 +1,4 @@
-"""What a path in a document may look like. Whether it may be used on a node is for the node agent to measure."""
+"""What a path in a document may look like, and which lies below which. Whether it may be used is for a node to measure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 
 from kvtier_api.rules import Rule, RuledField
 
-__all__ = ["PATH_LIMIT", "CleanPath"]
+__all__ = ["PATH_LIMIT", "CleanPath", "is_below"]
 
 PATH_LIMIT: Final = 1024
 """Characters. Leaves room below PATH_MAX (4096) for what the agent makes under the path."""
@@ -49,3 +49,8 @@ _PATH_RULES: Final = (
 
 CleanPath = Annotated[str, Field(min_length=1, max_length=PATH_LIMIT), RuledField(*_PATH_RULES)]
 """An absolute path in its only spelling: printable ASCII, no '.', '..', '//' or last '/', not the root."""
+
+
+def is_below(path: str, other: str) -> bool:
+    """Whether `path` is a directory below `other`: both absolute and clean."""
+    return path != other and path.startswith(f"{other.rstrip('/')}/")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from kvtier_api.clean_path import is_below
 from kvtier_api.errors import InvalidResource
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import VolumeState
@@ -20,16 +21,11 @@ from kvtier_node.manifests import key_of
 from kvtier_node.node import Node
 from kvtier_node.status_files import StatusFiles
 
-__all__ = ["is_below", "refuse_nested"]
+__all__ = ["refuse_nested"]
 
 _LIVING: Final = frozenset(VolumeState) - TERMINAL
 _EARLY: Final = datetime.min.replace(tzinfo=UTC)
 _Rank = tuple[int, int, datetime, str]
-
-
-def is_below(path: str, other: str) -> bool:
-    """Whether `path` is a directory below `other`: both absolute and clean."""
-    return path != other and path.startswith(f"{other.rstrip('/')}/")
 
 
 def refuse_nested(node: Node, tier: KVCacheTier) -> None:

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Final
 
+from kvtier_api.clean_path import is_below
 from kvtier_api.conditions import Finding
 from kvtier_api.erasure import ErasureState, KVCacheErasureStatus
+from kvtier_api.errors import InvalidResource
 from kvtier_api.meta import ConditionType, find_condition
 from kvtier_api.reasons import Reason
 from kvtier_api.tier import KVCacheTierStatus
@@ -29,6 +31,7 @@ from kvtier_operator.event_reasons import EventReason
 from kvtier_operator.facts import ErasureFacts, Key, TierFacts, VolumeFacts
 from kvtier_operator.history import DEFAULT_LIMIT, erasures_to_forget, volumes_to_forget
 from kvtier_operator.names import ABANDON, KEYS_LOST_SUFFIX
+from kvtier_operator.path_claims import PathClaim
 from kvtier_operator.places import Place, Surroundings, places
 from kvtier_operator.releasing import Hold, VolumeStep, holds, volume_steps
 from kvtier_operator.requests import request_status
@@ -44,8 +47,9 @@ _SOONEST_S: Final = 0.5
 class Snapshot:
     """All that is known of one tier at `now`. `tier` is None where no such object is (any more).
 
-    `ending_s` has for how long each volume, by uid, is known to come to its end; `seen`, its state as it was announced last;
-    `said`, refusals that were announced already; `unrecordable`, names of records that the API server refuses.
+    `path_taken_by` is an earlier tier whose path lies above or below the tier's; `ending_s` has for how long each volume, by
+    uid, is known to come to its end; `seen`, its state as it was announced last; `said`, refusals that were announced already;
+    `unrecordable`, names of records that the API server refuses.
     """
 
     key: Key
@@ -54,6 +58,7 @@ class Snapshot:
     volumes: Sequence[VolumeFacts] = ()
     erasures: Sequence[ErasureFacts] = ()
     around: Surroundings = field(default_factory=lambda: Surroundings({}))
+    path_taken_by: PathClaim | None = None
     ending_s: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, VolumeState | None] = field(default_factory=dict)
     said: Collection[Announcement] = ()
@@ -136,10 +141,26 @@ def _status(facts: TierFacts, snapshot: Snapshot, own: Sequence[Place]) -> tuple
         ]
         ready = Finding(ConditionType.READY, False, Reason.INVALID_SPEC, facts.problem)
         return initial_conditions_only(facts, [ready, *others], snapshot.now), None
-    tier = Tier(facts.spec, snapshot.now, own, snapshot.ending_s, deleting=facts.deleting)
+    problem = "" if facts.deleting else _path_problem(facts.spec.path, snapshot)
+    tier = Tier(facts.spec, snapshot.now, own, snapshot.ending_s, deleting=facts.deleting, problem=problem)
     wait = overdue_in_s(tier)
     status = tier_status(facts, tier, findings(tier), snapshot.erasures)
     return status, None if wait is None else max(wait, _SOONEST_S)
+
+
+def _path_problem(path: str, snapshot: Snapshot) -> str:
+    """As the node agent says it of two tiers on one node; empty where nobody was there first."""
+    first = snapshot.path_taken_by
+    if first is None:
+        return ""
+    lies = "below" if is_below(path, first.path) else "above"
+    problem = InvalidResource(
+        f"lies {lies} {first.path}, the path of tier {'/'.join(first.key)}, which was declared first",
+        obj=f"spec.path={path}",
+        remedy="give one of them a directory that is neither below nor above the other's: a path cannot be changed, so delete"
+        " the tier and declare it with another one; or let their nodeSelectors want different values of one label",
+    )
+    return str(problem)
 
 
 def _requests(snapshot: Snapshot, own: Sequence[Place]) -> list[tuple[ErasureFacts, KVCacheErasureStatus]]:

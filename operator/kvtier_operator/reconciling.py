@@ -61,8 +61,12 @@ class Reconciler:
         history_limit: int = DEFAULT_LIMIT,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         tell_later: Callable[[Key], None] | None = None,
+        look_at: Callable[[Key], None] = lambda _: None,
     ) -> None:
-        """`tell_later`: somebody will call `tell`, so that no tier's status waits for another's events; None: told at once."""
+        """`tell_later`: somebody will call `tell`, so that no tier's status waits for another's events; None: told at once.
+
+        `look_at`: a tier that what was read or written here concerns, beside the one in hand; no event tells of it any more.
+        """
         self._kube = kube
         self._view = view
         self._teller = Teller(poster)
@@ -72,6 +76,7 @@ class Reconciler:
         self._seen: dict[Key, dict[str, VolumeState | None]] = {}
         self._said: dict[Key, set[Announcement]] = {}
         self._tell_later = tell_later
+        self._look_at = look_at
         self._news: dict[Key, list[Announcement]] = {}
         self._moving: set[Key] = set()
         self._unrecordable: set[str] = set()
@@ -142,6 +147,7 @@ class Reconciler:
             volumes=volumes,
             erasures=self._view.erasures(key),
             around=self._view.surroundings(volumes),
+            path_taken_by=self._view.path_taken_by(key),
             ending_s=self._ending_s(key, volumes),
             seen=self._seen.get(key, {}),
             said=self._said.get(key, ()),
@@ -162,16 +168,16 @@ class Reconciler:
         tier = self._view.tier(key)
         if todo.hold_tier and tier is not None:
             patch = writing.held(list(tier.meta.finalizers), tier.meta.resource_version)
-            self._view.take(tier_facts(await self._kube.merge(TIERS, *key, patch)))
+            self._take(tier_facts(await self._kube.merge(TIERS, *key, patch)))
         for place, step in todo.volume_steps:
             await self._volume_step(place, step)
         for request, request_status in todo.requests:
             body = await self._kube.apply_status(ERASURES, writing.erasure_status(request, request_status))
-            self._view.take(erasure_facts(body))
+            self._take(erasure_facts(body))
         tier = self._view.tier(key)
         if todo.tier_status is not None and tier is not None:
             body = await self._kube.apply_status(TIERS, writing.tier_status(tier, todo.tier_status))
-            self._view.take(tier_facts(body))
+            self._take(tier_facts(body))
         self._announce(snapshot, todo)
         for erasure in todo.forget_erasures:
             await self._forget_erasure(erasure)
@@ -189,19 +195,19 @@ class Reconciler:
         match step:
             case VolumeStep.HOLD:
                 patch = writing.held(list(volume.finalizers), volume.version)
-                self._view.take(volume_facts(await self._kube.merge(VOLUMES, *volume.key, patch)))
+                self._take(volume_facts(await self._kube.merge(VOLUMES, *volume.key, patch)))
             case VolumeStep.ABANDON:
                 body = writing.abandoned(volume, place.unheard, self._now())
-                self._view.take(volume_facts(await self._kube.apply_status(VOLUMES, body)))
+                self._take(volume_facts(await self._kube.apply_status(VOLUMES, body)))
             case VolumeStep.RECORD_KEYS_LOST:
                 await self._record_keys_lost(place)
             case VolumeStep.RELEASE:
                 patch = writing.released(list(volume.finalizers), volume.version)
                 fact = volume_facts(await self._kube.merge(VOLUMES, *volume.key, patch))
                 if fact.finalizers:
-                    self._view.take(fact)
+                    self._take(fact)
                 else:
-                    self._view.drop(VolumeFacts, volume.key, _GONE)
+                    self._drop(VolumeFacts, volume.key)
 
     async def _record_keys_lost(self, place: Place) -> None:
         body = writing.keys_lost_record(place.volume, place.keys_lost)
@@ -219,7 +225,7 @@ class Reconciler:
         if not fact.is_complete:
             status = writing.keys_lost_status(made, place.volume, place.keys_lost, self._now())
             fact = erasure_facts(await self._kube.apply_status(ERASURES, status))
-        self._view.take(fact)
+        self._take(fact)
 
     def _announce(self, snapshot: Snapshot, todo: Plan) -> None:
         """After the writes that they tell of: `tell` posts them, and what cannot be told is told later (`telling`)."""
@@ -242,13 +248,13 @@ class Reconciler:
             await self._kube.delete(ERASURES, erasure.namespace, erasure.name, uid=erasure.uid, version=erasure.version)
         except Missing:
             pass  # gone already, which is what was wanted
-        self._view.drop(ErasureFacts, erasure.key, _GONE)
+        self._drop(ErasureFacts, erasure.key)
 
     async def _forget_volume(self, volume: VolumeFacts) -> None:
         try:
             await self._kube.delete(VOLUMES, volume.namespace, volume.name, uid=volume.uid, version=volume.version)
         except Missing:
-            self._view.drop(VolumeFacts, volume.key, _GONE)
+            self._drop(VolumeFacts, volume.key)
             return
         await self._read_volume(volume.key)
 
@@ -258,7 +264,7 @@ class Reconciler:
             volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=f"spec.tierRef.name={key[1]}")
         ]
         for volume in fresh:
-            self._view.take(volume)
+            self._take(volume)
         tier = self._view.tier(key)
         if tier is None:
             return
@@ -269,23 +275,23 @@ class Reconciler:
         body = await self._kube.merge(TIERS, *key, patch)
         log.info("tier released", tier=_name(key))
         if body["metadata"].get("finalizers"):
-            self._view.take(tier_facts(body))
+            self._take(tier_facts(body))
         else:
-            self._view.drop(TierFacts, key, _GONE)
+            self._drop(TierFacts, key)
 
     async def _read_again(self, key: Key) -> None:
         """The tier and all that belongs to it, from the API server."""
         try:
-            self._view.take(tier_facts(await self._kube.get(TIERS, key[1], key[0])))
+            self._take(tier_facts(await self._kube.get(TIERS, key[1], key[0])))
         except Missing:
-            self._view.drop(TierFacts, key, _GONE)
+            self._drop(TierFacts, key)
         fields = f"spec.tierRef.name={key[1]}"
         volumes = [volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=fields)]
         for volume in volumes:
-            self._view.take(volume)
+            self._take(volume)
         for known in self._view.volumes(key):
             if known.key not in {volume.key for volume in volumes}:
-                self._view.drop(VolumeFacts, known.key, _GONE)
+                self._drop(VolumeFacts, known.key)
         erasures = set()
         async for body in self._kube.list(ERASURES, key[0], fields=fields):
             try:
@@ -294,16 +300,27 @@ class Reconciler:
                 log.warning("an erasure cannot be read", error=str(error))
                 continue
             erasures.add(fact.key)
-            self._view.take(fact)
+            self._take(fact)
         for erasure in self._view.erasures(key):
             if erasure.key not in erasures:
-                self._view.drop(ErasureFacts, erasure.key, _GONE)
+                self._drop(ErasureFacts, erasure.key)
+
+    def _take(self, fact: TierFacts | VolumeFacts | ErasureFacts) -> None:
+        own = fact.key if isinstance(fact, TierFacts) else fact.tier
+        for other in self._view.take(fact) - {own}:
+            self._look_at(other)
+
+    def _drop(self, kind: type[TierFacts | VolumeFacts | ErasureFacts], key: Key) -> None:
+        concerned = self._view.drop(kind, key, _GONE)
+        if kind is TierFacts:  # what else goes concerns the tier in hand alone
+            for other in concerned - {key}:
+                self._look_at(other)
 
     async def _read_volume(self, key: Key) -> None:
         try:
-            self._view.take(volume_facts(await self._kube.get(VOLUMES, key[1], key[0])))
+            self._take(volume_facts(await self._kube.get(VOLUMES, key[1], key[0])))
         except Missing:
-            self._view.drop(VolumeFacts, key, _GONE)
+            self._drop(VolumeFacts, key)
 
     def _measure(self, key: Key) -> None:
         """Figures of a tier at rest, and an end to what is remembered of one that is gone."""

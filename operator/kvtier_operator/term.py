@@ -86,7 +86,9 @@ class Term:
         poster = EventPoster(kube, self._settings.identity, self._metrics)
         telling: WorkQueue[Key] = WorkQueue()
         limit = self._settings.history_limit
-        reconciler = Reconciler(kube, view, poster, self._metrics, history_limit=limit, tell_later=telling.add)
+        reconciler = Reconciler(
+            kube, view, poster, self._metrics, history_limit=limit, tell_later=telling.add, look_at=queue.add
+        )
         await self._first_list(kube, view)
         reconciler.begin()
         for key in view.tier_keys():

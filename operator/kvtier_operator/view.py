@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvtier_operator.facts import AgentFacts, ErasureFacts, Key, NodeFacts, TierFacts, VolumeFacts
+from kvtier_operator.path_claims import PathClaim, PathClaims, claim_of
 from kvtier_operator.places import Surroundings
 
 __all__ = ["Fact", "View"]
@@ -28,6 +29,7 @@ class View:
         self._of_tier: dict[_Kind, dict[Key, dict[Key, Fact]]] = {VolumeFacts: {}, ErasureFacts: {}}
         self._on_node: dict[str, set[Key]] = {}
         self._agents_on: dict[str, dict[Key, AgentFacts]] = {}
+        self._paths = PathClaims()
         self._touched: set[tuple[_Kind, Key]] | None = None
 
     def known(self, kind: _Kind, key: Key, uid: str, version: str) -> Fact | None:
@@ -51,6 +53,8 @@ class View:
             concerned |= self._unfile(known)
         if isinstance(fact, VolumeFacts | ErasureFacts):
             concerned |= self._file(fact)
+        if isinstance(fact, TierFacts):
+            concerned |= self._paths.put(fact.key, claim_of(fact))
         self._move_agent(known, fact)
         return concerned | self._tiers_of(fact, known)
 
@@ -64,6 +68,8 @@ class View:
         del self._facts[kind][key]
         if isinstance(known, VolumeFacts | ErasureFacts):
             return self._unfile(known)
+        if isinstance(known, TierFacts):
+            return self._paths.put(known.key, None) | {known.key}
         self._move_agent(known, None)
         return self._tiers_of(None, known)
 
@@ -144,6 +150,10 @@ class View:
     def tier(self, key: Key) -> TierFacts | None:
         found = self._facts[TierFacts].get(key)
         return found if isinstance(found, TierFacts) else None
+
+    def path_taken_by(self, tier: Key) -> PathClaim | None:
+        """The earlier tier that keeps this one's path from being used."""
+        return self._paths.before(tier)
 
     def volumes(self, tier: Key) -> list[VolumeFacts]:
         return [it for it in self._of_tier[VolumeFacts].get(tier, {}).values() if isinstance(it, VolumeFacts)]

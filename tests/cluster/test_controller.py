@@ -318,6 +318,38 @@ def test_a_memory_that_is_wrong_is_corrected_by_the_next_resync(api: Api, contro
     wait_condition(api, "t", "Ready", "Unknown", "NoVolumes")
 
 
+def test_a_tier_below_another_ones_path_is_invalid_until_the_other_one_goes(
+    api: Api, controller: Controller, on_node: str
+) -> None:
+    root = f"/srv/{api.namespace}"
+    first = api.create(TIERS, tier("a-first", path=root))
+    wait_condition(api, "a-first", "Ready", "Unknown", "NoVolumes")
+    second = api.create(TIERS, tier("b-second", path=f"{root}/below"))
+    api.create(TIERS, tier("c-elsewhere", path=f"{root}/else", nodeSelector={"pool": "b"}))
+    api.merge(TIERS, "a-first", {"spec": {"nodeSelector": {"pool": "a"}}})
+    message = ready_message(wait_condition(api, "b-second", "Ready", "False", "InvalidSpec"))
+    for part in (f"spec.path={root}/below", f"below {root},", f"tier {api.namespace}/a-first", "delete the tier"):
+        assert part in message
+    make_volume(api, second, on_node)
+    measured = conditions(wait_condition(api, "b-second", "Encrypted", "True", "KernelKeyMeasured"))
+    assert measured["Ready"] == ("False", "InvalidSpec")
+    assert measured["Provisioned"][0] == "True", "what runs stays as it was"
+    assert wait_event(api, "InvalidSpec")["regarding"]["name"] == "b-second"
+    wait_condition(api, "c-elsewhere", "Ready", "Unknown", "NoVolumes")
+    kept = make_volume(api, first, on_node)
+    wait_until("counted", lambda: api.get(TIERS, "a-first")["status"]["volumes"]["total"] == 1)
+    api.delete(TIERS, "a-first")
+    wait_condition(api, "a-first", "Ready", "False", "Deleting")
+    assert conditions(api.get(TIERS, "b-second"))["Ready"] == ("False", "InvalidSpec"), "its volume is there still"
+    erase(api, kept)
+    wait_gone(api, TIERS, "a-first")
+    wait_condition(api, "b-second", "Ready", "True", "AllGuaranteesHold")
+
+
+def ready_message(of: Json) -> str:
+    return next(str(it["message"]) for it in of["status"]["conditions"] if it["type"] == "Ready")
+
+
 def test_the_metrics_name_tiers_and_no_tenants(api: Api, controller: Controller, on_node: str) -> None:
     of = api.create(TIERS, tier("t"))
     make_volume(api, of, on_node, "Erasing", residualBytes=4096)

@@ -16,7 +16,7 @@ from lightkube import KubeConfig
 
 from kvtier_api.volume import VolumeState
 from kvtier_operator.event_poster import EventPoster
-from kvtier_operator.facts import Body, node_facts, tier_facts, volume_facts
+from kvtier_operator.facts import Body, Key, node_facts, tier_facts, volume_facts
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import VOLUMES
 from kvtier_operator.kube import Kube
@@ -35,7 +35,9 @@ class Hand:
         self.fence.open_until(time.monotonic() + 3600)
         self.kube = Kube(KubeConfig.from_file(plane.admin), self.metrics, self.fence)
         self.view = View(look_at_agents=False)
-        self.reconciler = Reconciler(self.kube, self.view, EventPoster(self.kube, "hand", self.metrics), self.metrics)
+        self.others: list[Key] = []
+        poster = EventPoster(self.kube, "hand", self.metrics)
+        self.reconciler = Reconciler(self.kube, self.view, poster, self.metrics, look_at=self.others.append)
 
 
 def in_hand(plane: ControlPlane, work: Callable[[Hand], Awaitable[None]]) -> None:
@@ -63,6 +65,27 @@ def test_a_tier_is_not_released_because_memory_has_no_volume(api: Api, plane: Co
 
     in_hand(plane, work)
     assert api.get("kvcachetiers", "t")["metadata"]["finalizers"] == ["kvtier.dev/erase"]
+
+
+@pytest.mark.parametrize("how", ["released", "gone"])
+def test_who_waited_for_a_tiers_path_is_looked_at_when_the_tier_goes(api: Api, plane: ControlPlane, how: str) -> None:
+    """What goes by the controller's own write, or is found gone, is not in memory any more when its event comes."""
+    old = api.create("kvcachetiers", tier("a-first", path="/srv/kv"))
+    second = api.create("kvcachetiers", tier("b-second", path="/srv/kv/below"))
+    if how == "released":
+        old = api.merge("kvcachetiers", "a-first", {"metadata": {"finalizers": ["kvtier.dev/erase"]}})
+    api.delete("kvcachetiers", "a-first")
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(second))
+        hand.view.take(tier_facts(api.get("kvcachetiers", "a-first") if how == "released" else old))
+        assert hand.view.path_taken_by((api.namespace, "b-second")) is not None
+        await hand.reconciler.reconcile((api.namespace, "a-first"))
+        assert hand.others == [(api.namespace, "b-second")]
+        assert hand.view.path_taken_by((api.namespace, "b-second")) is None
+
+    in_hand(plane, work)
+    assert api.find("kvcachetiers", "a-first") is None
 
 
 def test_an_old_memory_is_a_conflict_that_is_read_again(api: Api, plane: ControlPlane) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier_api.clean_path import is_below
 from kvtier_api.errors import InvalidResource
 from kvtier_api.reasons import Reason
 from kvtier_api.tier import KVCacheTier
@@ -20,7 +21,6 @@ from kvtier_node.ledger import VolumeRow
 from kvtier_node.paths import Directory
 from kvtier_node.status_files import StatusFiles
 from kvtier_node.tier_check import check_tier
-from kvtier_node.tier_paths import is_below
 from node_host import Host
 from standalone import Host as Standalone
 from standalone import standalone_host, wait_for
