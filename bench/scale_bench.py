@@ -33,6 +33,7 @@ _BURST_TIERS = 100
 _PACED_TIERS = 60
 _PACE_S = 1.0
 _LIMIT_S = 1800.0
+_NOT_COUNTED = ('kind="Lease"', 'verb="list"', 'verb="watch"')
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -100,6 +101,7 @@ async def measure_filled(plane: ControlPlane, fleet: Fleet) -> dict[str, Any]:
             report["first_pass_s"] = await _timed(_pass(first, tiers, fleet))
             trace("first pass", report["first_pass_s"])
             await _at_rest(first)
+            report["first_pass_load"] = os.getloadavg()[0]
             report["first_pass_writes"] = dict(mark.writes())
             report["first_pass_cpu_s"] = cpu_s(first)
             report["first_pass_peak_mib"] = peak_mib(first)
@@ -117,8 +119,9 @@ async def measure_filled(plane: ControlPlane, fleet: Fleet) -> dict[str, Any]:
             report["quiet"] = await _quiet(plane, first, fleet)
             report["peak_mib"] = peak_mib(first)
             trace("quiet", report["quiet"], report["peak_mib"])
-            await asyncio.to_thread(second.start)
-            report["hand_over"] = await _hand_over(first, second, fleet, tiers)
+            report["standby"] = await _stands_by(plane, second)
+            trace("standby", report["standby"])
+            report["hand_over"] = await _hand_over(plane, first, second, fleet, tiers)
             trace("hand-over", report["hand_over"])
         finally:
             for controller in (first, second):
@@ -170,7 +173,7 @@ def written(controller: Controller) -> float:
     """Writes so far by its own count."""
     found = 0.0
     for line in controller.metrics_text().splitlines():
-        if line.startswith("kvtier_api_requests_total{") and 'kind="Lease"' not in line and 'verb="list"' not in line:
+        if line.startswith("kvtier_api_requests_total{") and not any(part in line for part in _NOT_COUNTED):
             found += float(line.rpartition(" ")[2])
     return found
 
@@ -204,7 +207,7 @@ async def _ready_latencies(fleet: Fleet, tiers: Watched, numbers: range, *, pace
     for number in numbers:
         tasks.append(asyncio.create_task(_one_latency(fleet, tiers, number, gate)))
         await asyncio.sleep(pace_s)
-    return _spread(await asyncio.gather(*tasks))
+    return _spread(await asyncio.gather(*tasks)) | {"load": os.getloadavg()[0]}
 
 
 async def _one_latency(fleet: Fleet, tiers: Watched, number: int, gate: asyncio.Semaphore) -> float:
@@ -237,18 +240,35 @@ async def _quiet(plane: ControlPlane, controller: Controller, fleet: Fleet) -> d
     }
 
 
-async def _hand_over(first: Controller, second: Controller, fleet: Fleet, tiers: Watched) -> dict[str, float]:
+async def _stands_by(plane: ControlPlane, controller: Controller) -> dict[str, Any]:
+    """A process that starts while another one leads: until it has read everything."""
+    mark, started = AuditMark(plane, controller.user), time.monotonic()
+    await asyncio.to_thread(controller.start)
+    while not await asyncio.to_thread(controller.metric, 'kvtier_resyncs_total{result="first"}'):
+        await asyncio.sleep(0.2)
+    return {
+        "seconds": time.monotonic() - started,
+        "writes": dict(mark.writes()),
+        "peak_mib": peak_mib(controller),
+        "load": os.getloadavg()[0],
+    }
+
+
+async def _hand_over(
+    plane: ControlPlane, first: Controller, second: Controller, fleet: Fleet, tiers: Watched
+) -> dict[str, float]:
     """Seconds from the signal to the leader to a tier's status that the other one wrote, for a volume that changed meanwhile."""
-    found = {}
+    found: dict[str, float] = {}
     volume, key = fleet.volumes[-1][1], fleet.tiers[-1]
     for how, leader, follower in (("SIGTERM", first, second), ("SIGKILL", second, first)):
         if how == "SIGKILL":
-            await asyncio.to_thread(follower.start)
+            await _stands_by(plane, follower)
         started = time.monotonic()
         await asyncio.to_thread(leader.stop, kill=how == "SIGKILL")
         await fleet.report(volume, VolumeState.IN_USE, ENCRYPTED=Reason.NOT_ENCRYPTED)
         await tiers.until(lambda: tiers.ready(key) == "False")
         found[how] = time.monotonic() - started
+        found[f"{how}, load"] = os.getloadavg()[0]
         await _all_looked_at(follower, fleet)
         found[f"{how}, every tier looked at"] = time.monotonic() - started
         found[f"{how}, the follower's peak in MiB"] = peak_mib(follower)

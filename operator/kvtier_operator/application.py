@@ -44,11 +44,15 @@ async def run(settings: Settings) -> int:
         log.info("started", identity=settings.identity, port=port, namespaces=settings.namespaces or "all")
         try:
             while not stopping.is_set():
-                fence = await _or_stop(election, stopping)
-                if fence is None:
+                fence = Fence()
+                term = Term(settings, config, metrics, fence)
+                term.start()
+                if not await _its_turn(election, fence, term, stopping):
+                    term.stop()
+                    await asyncio.to_thread(term.ended.wait, _STOP_S)
                     break
                 metrics.leading(True)
-                ended = await _serve_term(Term(settings, config, metrics, fence), election, fence, stopping)
+                ended = await _serve_term(term, election, fence, stopping)
                 metrics.leading(False)
                 if not ended and not stopping.is_set():
                     log.critical("the term does not end; leaving, so that a new process can begin")
@@ -58,21 +62,22 @@ async def run(settings: Settings) -> int:
     return 0
 
 
-async def _or_stop(election: Election, stopping: asyncio.Event) -> Fence | None:
-    acquiring = asyncio.create_task(election.acquire())
+async def _its_turn(election: Election, fence: Fence, term: Term, stopping: asyncio.Event) -> bool:
+    """Once the Lease is held, and the fence open: True. False: it is time to stop."""
+    acquiring = asyncio.create_task(election.acquire(fence, went_back=term.forget))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({acquiring, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()
     if acquiring.done():
-        return acquiring.result()
+        acquiring.result()
+        return True
     acquiring.cancel()
     await asyncio.gather(acquiring, return_exceptions=True)
-    return None
+    return False
 
 
 async def _serve_term(term: Term, election: Election, fence: Fence, stopping: asyncio.Event) -> bool:
     """Whether the term ended. The Lease is given back only when nothing is written any more, so that two never act."""
-    term.start()
     holding = asyncio.create_task(election.hold(fence))
     while not (stopping.is_set() or holding.done() or term.ended.is_set()):
         await asyncio.sleep(0.1)

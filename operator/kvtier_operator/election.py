@@ -66,14 +66,19 @@ class Election:
         self._newest = 0
         self._not_before_s = 0.0
         self._held: Body | None = None
+        self._tell_went_back: Callable[[], None] = lambda: None
 
-    async def acquire(self) -> Fence:
-        """Wait for one's turn. Returns an open fence. API problems are logged and waited out."""
+    async def acquire(self, fence: Fence | None = None, went_back: Callable[[], None] = lambda: None) -> Fence:
+        """Wait for one's turn. Returns the fence, or a new one, open. API problems are logged and waited out.
+
+        `went_back`: the Lease tells that etcd was restored, so what was read before is of another history.
+        """
+        fence = fence or Fence()
+        self._tell_went_back = went_back
         while True:
             asked_at = time.monotonic()
             try:
                 if await self._try():
-                    fence = Fence()
                     fence.open_until(asked_at + self.timing.fence_s)
                     log.info("lease acquired", lease=self._name, identity=self.identity)
                     return fence
@@ -120,6 +125,8 @@ class Election:
         text = str(lease["metadata"]["resourceVersion"])
         version = int(text) if text.isdecimal() else 0
         newest, self._newest = self._newest, version
+        if version < newest:
+            self._tell_went_back()
         return version < newest
 
     async def hold(self, fence: Fence) -> None:

@@ -1,12 +1,12 @@
 """The one way to the API server: lists, gets, and writes behind the fence, with errors of `problems` and a count of each.
 
-Plain dictionaries go in and come out. Watching is kopf's (`watching`). A client belongs to one event loop.
+Plain dictionaries go in and come out. A client belongs to one event loop, and has a hundred connections.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import httpx2
@@ -19,16 +19,19 @@ from lightkube.types import PatchType
 from kvtier_operator.facts import Body
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import Kind
-from kvtier_operator.listing import LIST_CHUNK, Listed, page
+from kvtier_operator.listing import LIST_CHUNK, Change, Page, change, page
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.names import FIELD_MANAGER
-from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
+from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Gone, Missing, Refused
 
 __all__ = ["EVERYWHERE", "Kube"]
 
 AnswerT = TypeVar("AnswerT")
 EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
+_WATCH_S: Final = 300
+_SILENT_S: Final = 150.0
+"""A watch cache sends a bookmark a minute, if nothing else: a stream without one for longer leads nowhere."""
 _LONGEST_WAIT_S: Final = 30.0
 """Of what a Retry-After says: one that a proxy made up must not stop a tier for a day."""
 
@@ -47,13 +50,14 @@ class Kube:
     async def list(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
     ) -> AsyncIterator[Body]:
-        """All objects, as `listed` has them."""
-        async for item in self.listed(kind, namespace, labels=labels, fields=fields):
-            yield item.body()
+        """All objects, as `pages` has them."""
+        async for each in self.pages(kind, namespace, labels=labels, fields=fields):
+            for item in each.items:
+                yield item.body()
 
-    async def listed(
+    async def pages(
         self, kind: Kind, namespace: str | None = None, *, labels: str = "", fields: str = ""
-    ) -> AsyncIterator[Listed]:
+    ) -> AsyncIterator[Page]:
         """All objects, in chunks, as the API server has them now (no resourceVersion: a quorum read). Raises ApiProblem."""
         selectors: dict[str, Any] = {}
         if labels:
@@ -63,12 +67,54 @@ class Kube:
         selectors["limit"] = LIST_CHUNK
         while True:
             request = BasicRequest("GET", _url(kind, namespace), kind, params=dict(selectors))
-            items, following = await self._send(request, "list", kind, page)
-            for item in items:
-                yield item
-            if not following:
+            found = await self._send(request, "list", kind, page)
+            yield found
+            if not found.following:
                 return
-            selectors["continue"] = following
+            selectors["continue"] = found.following
+
+    async def watch(
+        self, kind: Kind, namespace: str | None = None, *, since: str, labels: str = ""
+    ) -> AsyncGenerator[Change, None]:
+        """Changes after the version `since`, until the API server ends the stream, or is silent for too long.
+
+        Raises Gone where `since` is no version to go on from, and ApiProblem.
+        """
+        params = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": since}
+        params["timeoutSeconds"] = str(_WATCH_S)
+        if labels:
+            params["labelSelector"] = labels
+        url = _url(kind, namespace)
+        timeout = httpx2.Timeout(_TIMEOUT_S, read=_SILENT_S)
+        adapter: Any = self._client._client
+        request = adapter.build_adapter_request(BasicRequest("GET", url, kind, params=params, timeout=timeout))
+        started = time.monotonic()
+        code = "none"
+        try:
+            response = await adapter.send(request, stream=True)
+            code = str(response.status_code)
+        except httpx2.HTTPError as error:
+            raise _problem(error, url) from error
+        finally:
+            self._metrics.api_request("watch", kind.__name__, code, time.monotonic() - started)
+        try:
+            if response.is_error:
+                await response.aread()
+                adapter.raise_for_status(response)
+            rest = b""
+            async for chunk in response.aiter_bytes():
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    found = change(line)
+                    if found.type == "ERROR":
+                        raise Gone(found.message, obj=url, code=found.code, remedy="listed anew")
+                    yield found
+        except httpx2.ReadTimeout:
+            return
+        except (httpx2.HTTPError, ValueError, msgspec.MsgspecError) as error:
+            raise _problem(error, url) from error
+        finally:
+            await response.aclose()
 
     async def get(self, kind: Kind, name: str, namespace: str | None = None) -> Body:
         return await self._get(f"{_url(kind, namespace)}/{name}", {}, "get", kind)
@@ -172,6 +218,8 @@ def _problem(error: Exception, obj: str) -> ApiProblem:
         status = error.status if isinstance(error, ApiError) else None
         there = status is not None and status.reason == "AlreadyExists"
         return (AlreadyThere if there else Conflict)(text, obj=obj, code=code)
+    if code == 410:
+        return Gone(text, obj=obj, code=code, remedy="listed anew")
     if code in (400, 401, 403, 405, 413, 415, 422):
         return Refused(text, obj=obj, code=code, remedy="see the roles and the version of the CRDs")
     try:

@@ -1,17 +1,18 @@
-"""Pages of a list: each object's identity is read, the rest of it only when somebody wants it.
+"""Pages of a list, and lines of a watch: each object's identity is read, the rest of it only when somebody wants it.
 
 At rest a full list has nothing new, and an object as Python sees it is five times as large as its text.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from kvtier_operator.facts import Body, Key
 
-__all__ = ["LIST_CHUNK", "Listed", "page"]
+__all__ = ["LIST_CHUNK", "Change", "Listed", "Page", "change", "page"]
 
 LIST_CHUNK: Final = 500
 """Objects in one answer, which is held as text: a real Node has 15 KB, and five times that as Python objects."""
@@ -30,6 +31,7 @@ class _Head(msgspec.Struct):
 
 class _PageMetadata(msgspec.Struct):
     following: str = msgspec.field(name="continue", default="")
+    version: str = msgspec.field(name="resourceVersion", default="")
 
 
 class _Page(msgspec.Struct, rename="camel"):
@@ -39,8 +41,20 @@ class _Page(msgspec.Struct, rename="camel"):
     items: list[msgspec.Raw] | None = None
 
 
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+class _Status(msgspec.Struct):
+    code: int = 0
+    message: str = ""
+
+
 _PAGE = msgspec.json.Decoder(_Page)
 _HEAD = msgspec.json.Decoder(_Head)
+_EVENT = msgspec.json.Decoder(_Event)
+_STATUS = msgspec.json.Decoder(_Status)
 
 
 class Listed:
@@ -61,8 +75,38 @@ class Listed:
         return self._kind | found
 
 
-def page(text: bytes) -> tuple[list[Listed], str]:
-    """The objects of one answer, and the token of the next one; empty: it is the last. Raises msgspec.MsgspecError."""
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer of a list. `following` is the token of the next one; empty: it is the last. `version` is the list's."""
+
+    items: list[Listed]
+    following: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line of a watch. `type` is ADDED, MODIFIED, DELETED, BOOKMARK (of the item only the version counts) or ERROR."""
+
+    type: str
+    item: Listed
+    code: int = 0
+    message: str = ""
+
+
+def page(text: bytes) -> Page:
+    """Raises msgspec.MsgspecError."""
     found = _PAGE.decode(text)
     kind = {"apiVersion": found.api_version, "kind": found.kind.removesuffix("List")}
-    return [Listed(item, kind) for item in found.items or ()], found.metadata.following
+    items = [Listed(item, kind) for item in found.items or ()]
+    return Page(items, found.metadata.following, found.metadata.version)
+
+
+def change(line: bytes) -> Change:
+    """Raises msgspec.MsgspecError."""
+    found = _EVENT.decode(line)
+    item = Listed(found.object, {})
+    if found.type != "ERROR":
+        return Change(found.type, item)
+    status = _STATUS.decode(found.object)
+    return Change(found.type, item, status.code, status.message)

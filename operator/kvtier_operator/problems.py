@@ -5,6 +5,7 @@
     KvtierError
     └── ApiProblem          try again, after a pause that grows (`retry_after_s`: at least that long)
         ├── Conflict        read anew, decide anew
+        ├── Gone            the API server has that version no more: list anew
         ├── AlreadyThere    somebody made it first: look at it
         ├── Missing         the object, or its kind, is not there
         └── Refused         the request itself does not hold, or is forbidden: trying again alone does not help
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from kvtier_api.errors import KvtierError
 
-__all__ = ["AlreadyThere", "ApiProblem", "Conflict", "Missing", "NotLeading", "Refused"]
+__all__ = ["AlreadyThere", "ApiProblem", "Conflict", "Gone", "Missing", "NotLeading", "Refused"]
 
 
 class ApiProblem(KvtierError):
@@ -30,6 +31,10 @@ class Conflict(ApiProblem):
 
 
 class AlreadyThere(ApiProblem):
+    pass
+
+
+class Gone(ApiProblem):
     pass
 
 

@@ -5,31 +5,17 @@ After a gap in a watch (410 Gone) kopf lists again but does not compare: what va
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
 from kvtier_api.errors import InvalidResource
-from kvtier_operator.facts import (
-    AgentFacts,
-    Body,
-    ErasureFacts,
-    Key,
-    NodeFacts,
-    TierFacts,
-    VolumeFacts,
-    agent_facts,
-    erasure_facts,
-    node_facts,
-    tier_facts,
-    volume_facts,
-)
-from kvtier_operator.kinds import ERASURES, NODES, PODS, TIERS, VOLUMES, Kind
+from kvtier_operator.facts import Key
+from kvtier_operator.kinds import ERASURES, TIERS, VOLUMES
 from kvtier_operator.kube import EVERYWHERE, Kube
 from kvtier_operator.settings import Settings
+from kvtier_operator.sources import Source, sources
 from kvtier_operator.view import Fact, View
 
-__all__ = ["missing_kind", "relist"]
+__all__ = ["listed", "missing_kind", "relist"]
 
 log = structlog.get_logger(__name__)
 
@@ -38,34 +24,24 @@ async def relist(kube: Kube, view: View, settings: Settings) -> tuple[set[Key], 
     """The tiers that memory had otherwise, and in how many objects. Raises ApiProblem; memory is then as it was."""
     view.begin_relist()
     found: list[Fact] = []
-    for namespace in settings.watched_namespaces or (EVERYWHERE,):
-        found += await _listed(kube, view, TIERS, TierFacts, tier_facts, namespace)
-        found += await _listed(kube, view, VOLUMES, VolumeFacts, volume_facts, namespace)
-        found += await _listed(kube, view, ERASURES, ErasureFacts, erasure_facts, namespace)
-    found += await _listed(kube, view, NODES, NodeFacts, node_facts, None)
-    if settings.agent_selector:
-        namespaces = settings.watched_namespaces or (EVERYWHERE,)
-        for namespace in namespaces:
-            found += await _listed(kube, view, PODS, AgentFacts, agent_facts, namespace, settings.agent_selector)
+    for source in sources(settings):
+        facts, _ = await listed(kube, view, source)
+        found += facts
     return view.relist(found)
 
 
-async def _listed(  # noqa: PLR0917
-    kube: Kube,
-    view: View,
-    kind: Kind,
-    facts: type[Fact],
-    parse: Callable[[Body], Fact],
-    namespace: str | None,
-    labels: str = "",
-) -> list[Fact]:
+async def listed(kube: Kube, view: View, source: Source) -> tuple[list[Fact], str]:
+    """The facts of one list, and its version. What `view` has already is not read again. Raises ApiProblem."""
     found: list[Fact] = []
-    async for item in kube.listed(kind, namespace, labels=labels):
-        try:
-            found.append(view.known(facts, *item.identity) or parse(item.body()))
-        except InvalidResource as error:
-            log.warning("an object cannot be read", kind=kind.__name__, error=str(error))
-    return found
+    version = ""
+    async for page in kube.pages(source.kind, source.namespace, labels=source.labels):
+        version = page.version
+        for item in page.items:
+            try:
+                found.append(view.known(source.facts, *item.identity) or source.parse(item.body()))
+            except InvalidResource as error:
+                log.warning("an object cannot be read", kind=source.name, error=str(error))
+    return found, version
 
 
 async def missing_kind(kube: Kube, settings: Settings) -> str:

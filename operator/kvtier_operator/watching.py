@@ -7,85 +7,37 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import kopf
-import structlog
 
-from kvtier_api.erasure import KVCacheErasure
-from kvtier_api.errors import InvalidResource
-from kvtier_api.meta import GROUP, VERSION
-from kvtier_api.tier import KVCacheTier
-from kvtier_api.volume import KVCacheVolume
-from kvtier_operator.facts import (
-    AgentFacts,
-    Body,
-    ErasureFacts,
-    Key,
-    NodeFacts,
-    TierFacts,
-    VolumeFacts,
-    agent_facts,
-    erasure_facts,
-    identity,
-    key_of,
-    node_facts,
-    tier_facts,
-    volume_facts,
-)
+from kvtier_operator.feed import Feed
 from kvtier_operator.settings import Settings
-from kvtier_operator.view import Fact, View
+from kvtier_operator.sources import Source, kinds
 
-__all__ = ["Feed", "operator_settings", "registry"]
+__all__ = ["operator_settings", "registry"]
 
-log = structlog.get_logger(__name__)
 _PREFIX: Final = "controller.kvtier.dev"
 _LIST_CHUNK: Final = 100
 """kopf decodes all of an answer at once."""
 _LAST_ERROR_S: Final = 30.0
 
 
-class Feed:
-    """What an event does: the view takes it, and the tiers that it concerns are queued."""
-
-    def __init__(self, view: View, queue: Callable[[Key], None], recorded: Callable[[str], None]) -> None:
-        self._view = view
-        self._queue = queue
-        self._recorded = recorded
-
-    def event(self, kind: type[Fact], parse: Callable[[Body], Fact], event_type: str | None, body: Body) -> None:
-        try:
-            if event_type == "DELETED":
-                concerned = self._view.drop(kind, key_of(body), int(body["metadata"]["resourceVersion"]))
-            else:
-                fact = self._view.known(kind, *identity(body)) or parse(body)
-                concerned = self._view.take(fact)
-                if concerned and event_type == "ADDED" and isinstance(fact, ErasureFacts) and fact.is_record:
-                    self._recorded(fact.spec.trigger.value)
-        except InvalidResource as error:
-            log.warning("an object cannot be read", kind=kind.__name__, error=str(error))
-            return
-        for tier in concerned:
-            self._queue(tier)
-
-
 def registry(feed: Feed, settings: Settings) -> kopf.OperatorRegistry:
     """Handlers on a registry of their own, so that a process can begin anew after the Lease was lost."""
     found = kopf.OperatorRegistry()
 
-    def watch(group: str, version: str, plural: str, kind: type[Fact], parse: Callable[[Body], Fact]) -> None:
+    def watch(source: Source) -> None:
         async def handler(type: str | None, event: Mapping[str, Any], **_: Any) -> None:  # noqa: A002 (kopf's name)
-            feed.event(kind, parse, type, event["object"])
+            feed.event(source.facts, source.parse, type, event["object"])
 
-        kopf.on.event(group, version, plural, id=f"{plural}-event", registry=found)(handler)
+        info = source.kind._api_info
+        group, version = info.resource.group, info.resource.version
+        kopf.on.event(group, version, info.plural, id=f"{info.plural}-event", registry=found)(handler)
 
-    watch(GROUP, VERSION, KVCacheTier.plural, TierFacts, tier_facts)
-    watch(GROUP, VERSION, KVCacheVolume.plural, VolumeFacts, volume_facts)
-    watch(GROUP, VERSION, KVCacheErasure.plural, ErasureFacts, erasure_facts)
-    watch("", "v1", "nodes", NodeFacts, node_facts)
-    if settings.agent_selector:
-        watch("", "v1", "pods", AgentFacts, agent_facts)
+    for source in kinds(settings):
+        watch(source)
 
     login = kopf.login_with_kubeconfig if settings.kubeconfig else _login
     kopf.on.login(id="login", registry=found)(login)

@@ -99,6 +99,11 @@ class WorkQueue(Generic[KeyT]):
             self._again.discard(key)
             self.add(key)
 
+    @property
+    def waiting(self) -> int:
+        """Keys that can wait, and do."""
+        return len(self._later)
+
     def close(self) -> None:
         for timer in self._timers.values():
             timer.cancel()

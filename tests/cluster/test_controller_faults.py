@@ -74,6 +74,12 @@ class Line:
     def wait_gone(self) -> None:
         wait_until("the tier is gone", lambda: self.api.find(TIERS, self.name) is None, limit_s=90)
 
+    def wait_kopf_alone(self) -> None:
+        """The watches of the time before its turn end with the first full list."""
+        resyncs = 'kvtier_resyncs_total{result="done"}'
+        before = self.controller.metric(resyncs)
+        wait_until("a full list", lambda: self.controller.metric(resyncs) > before, limit_s=90)
+
     def total(self) -> int | None:
         found: int | None = self.status().get("volumes", {}).get("total")
         return found
@@ -148,6 +154,7 @@ def test_410_gone_and_what_vanished_in_the_gap(line: Line, how: str) -> None:
     of = line.tier()
     gone, _ = line.volume(of), line.volume(of)
     wait_until("2 counted", lambda: line.total() == 2)
+    line.wait_kopf_alone()
     wait_until("watches run", lambda: line.proxy.watches("kvcachevolumes") == 1)
     silence = line.proxy.mute("kvcachevolumes")
     line.api.merge(VOLUMES, gone, {"metadata": {"finalizers": None}})
@@ -168,6 +175,7 @@ def test_a_watch_that_goes_silent_is_not_believed(line: Line) -> None:
     of = line.tier()
     name = line.volume(of)
     line.wait_ready()
+    line.wait_kopf_alone()
     wait_until("watches run", lambda: line.proxy.watches("kvtier.dev") == 3)
     silence = line.proxy.mute("watch=true")
     before = line.controller.metric("kvtier_resync_drift_total")

@@ -41,6 +41,7 @@ class Candidate:
         self.looks = 0
         self.holds = threading.Event()
         self.lost = threading.Event()
+        self.went_back = threading.Event()
         self._stop = threading.Event()
         self._name = name
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(plane)), daemon=True)
@@ -62,7 +63,7 @@ class Candidate:
         options = {"namespace": "default", "name": self._name, "identity": "candidate"}
         election = Election(kube, timing=LONG, looked=self._looked, **options)
         try:
-            fence = await election.acquire()
+            fence = await election.acquire(went_back=self.went_back.set)
             self.holds.set()
             await election.hold(fence)
             self.lost.set()
@@ -85,6 +86,7 @@ class World:
     names: dict[str, str] = field(default_factory=dict)
     holder: Candidate | None = None
     waiting: Candidate | None = None
+    standby: Controller | None = None
 
     def install(self) -> None:
         """The CRDs, and a tier with a volume; once."""
@@ -169,6 +171,10 @@ def restored(world: World) -> Iterator[World]:
         world.holder = Candidate(world.plane, "held")
         stack.callback(world.holder.stop)
         assert world.holder.holds.wait(60)
+        world.api.create("leases", lease("somebody", "standing"))
+        arguments = ("--agent-selector", "", "--lease-name", "standing")
+        world.standby = Controller(world.plane, "standby", lease_namespace="default", arguments=arguments)
+        stack.enter_context(world.standby)
         _begin(world)
         world.stop_plane()
         data, copy = world.plane.folder / "etcd", world.plane.folder / "etcd-copy"
@@ -176,11 +182,19 @@ def restored(world: World) -> Iterator[World]:
         world.start_plane()
         world.controller.wait_leads(limit_s=90)
         world.api.merge("leases", "given-back", {"spec": {"holderIdentity": "somebody"}})
+        world.api.merge("leases", "standing", {"spec": {"renewTime": micro_now()}})
         world.waiting = Candidate(world.plane, "given-back")
         stack.callback(world.waiting.stop)
         _go_on(world)
         assert not world.holder.lost.is_set()
         wait_until("looked", lambda: world.waiting is not None and world.waiting.looks > 1)
+        looks, read = (
+            'kvtier_api_requests_total{code="200",kind="Lease",verb="get"}',
+            'kvtier_resyncs_total{result="first"}',
+        )
+        looked = world.standby.metric(looks)
+        wait_until("looked", lambda: world.standby is not None and world.standby.metric(looks) > looked + 1)
+        wait_until("read", lambda: world.standby is not None and world.standby.metric(read) >= 1, limit_s=60)
         world.stop_plane()
         shutil.rmtree(data)
         copy.rename(data)
@@ -188,12 +202,12 @@ def restored(world: World) -> Iterator[World]:
         yield world
 
 
-def lease(holder: str) -> Json:
+def lease(holder: str, name: str = "given-back") -> Json:
     spec = {"holderIdentity": holder, "leaseDurationSeconds": 3600, "renewTime": micro_now()}
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
-        "metadata": {"name": "given-back"},
+        "metadata": {"name": name},
         "spec": spec,
     }
 
@@ -245,6 +259,16 @@ def test_a_lease_that_went_back_to_when_it_was_free_is_not_free(restored: World)
     wait_until("looked at it again", lambda: waiting.looks > looks + 3 or waiting.holds.is_set())
     assert restored.api.get("leases", "given-back")["spec"]["holderIdentity"] == ""
     assert not waiting.holds.is_set()
+    assert waiting.went_back.is_set()
+
+
+def test_a_replica_that_stands_by_reads_everything_anew(restored: World) -> None:
+    """Versions of what it knew are newer than what there is: it would believe none of it."""
+    standby = restored.standby
+    assert standby is not None
+    wait_until("reads again", lambda: bool(standby.said("memory is of another history; reading again")), limit_s=90)
+    assert standby.writes() == []
+    assert not standby.leads()
 
 
 def test_what_is_back_as_in_use_holds_its_tier_until_its_node_speaks(restored: World) -> None:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from kvtier_operator.facts import Body, VolumeFacts, identity, volume_facts
+from kvtier_operator.feed import Feed
 from kvtier_operator.listing import page
 from kvtier_operator.view import View
-from kvtier_operator.watching import Feed
 from operator_facts import a_volume
 
 KEY = ("n", "t")
@@ -27,16 +27,17 @@ def a_page(*items: dict[str, Any], following: str = "") -> bytes:
 
 
 def test_an_object_of_a_list_says_who_it_is_and_is_whole_when_asked_for() -> None:
-    found, following = page(a_page(an_object("a", spec={"x": [1, None, "é"]}), an_object("b"), following="more"))
+    answer = page(a_page(an_object("a", spec={"x": [1, None, "é"]}), an_object("b"), following="more"))
+    found = answer.items
     assert [it.identity for it in found] == [(("n", "a"), "uid-a", "7"), (("n", "b"), "uid-b", "7")]
     assert found[0].body() == {"apiVersion": "v1", "kind": "Thing", **an_object("a", spec={"x": [1, None, "é"]})}
     assert [it.identity for it in found] == [identity(it.body()) for it in found]
-    assert following == "more"
+    assert (answer.following, answer.version) == ("more", "9")
 
 
 def test_the_last_page_names_no_next_one() -> None:
-    assert page(a_page()) == ([], "")
-    assert page(b'{"kind":"ThingList","apiVersion":"v1","metadata":{"continue":""},"items":null}') == ([], "")
+    for text in (a_page(), b'{"kind":"ThingList","apiVersion":"v1","metadata":{"continue":""},"items":null}'):
+        assert (page(text).items, page(text).following) == ([], "")
 
 
 @pytest.mark.parametrize("text", [b"", b"upstream connect error", b'{"items": [{"metadata": 1}]}', b'{"items": [1]}'])
