@@ -42,7 +42,7 @@ class LiveVolume:
     watch: SlotWatch | None = None
     shared: SharedMemoryWatch | None = None
     between: Between | None = None
-    """Of a pod: which of its containers have the volume."""
+    """Of a pod: which of its containers have the volume, and who waits for it."""
     attempts: int = 0
     death: Death | None = None
     """Kept over failed attempts to erase: the deadline runs from the death, not from the last try."""
@@ -67,6 +67,7 @@ class LiveVolume:
             self.watch = None
         if self.between is not None:
             self.between.close()
+            self.between = None
 
 
 def request_of(row: VolumeRow) -> VolumeRequest:

@@ -5,6 +5,7 @@ Values come from the uapi headers named at each block (Linux 6.1). Calls are in 
 
 from __future__ import annotations
 
+import platform
 from typing import Final
 
 
@@ -36,6 +37,22 @@ RESOLVE_NO_MAGICLINKS: Final = 0x02
 RESOLVE_NO_SYMLINKS: Final = 0x04
 RESOLVE_BENEATH: Final = 0x08
 SYS_openat2: Final = 437  # one number on every architecture that `_ioc` holds for
+
+# linux/fanotify.h, asm-generic/fcntl.h
+# os.O_LARGEFILE is 0 on 64 bits: open(2) adds it by itself. fanotify_init(2) does not, and files beyond 2 GiB need it.
+O_LARGEFILE: Final = 0o400000 if platform.machine() == "aarch64" else 0o100000
+FAN_CLOEXEC: Final = 0x01
+FAN_NONBLOCK: Final = 0x02
+FAN_CLASS_CONTENT: Final = 0x04
+FAN_UNLIMITED_QUEUE: Final = 0x10
+FAN_REPORT_PIDFD: Final = 0x80
+FAN_MARK_ADD: Final = 0x01
+FAN_MARK_FILESYSTEM: Final = 0x100
+FAN_OPEN_PERM: Final = 0x10000
+FAN_ALLOW: Final = 1
+FAN_DENY: Final = 2
+FAN_EVENT_INFO_TYPE_PIDFD: Final = 4
+FANOTIFY_METADATA_VERSION: Final = 3
 
 # linux/stat.h
 STATX_MNT_ID: Final = 0x1000

@@ -20,6 +20,8 @@ __all__ = [
     "clear_ambient_set",
     "drop_from_bounding_set",
     "fallocate",
+    "fanotify_init",
+    "fanotify_mark",
     "file_system_magic",
     "in_bounding_set",
     "ioctl",
@@ -67,6 +69,8 @@ _libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 _libc.statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _libc.ioctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p]
+_libc.fanotify_init.argtypes = [ctypes.c_uint, ctypes.c_uint]
+_libc.fanotify_mark.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
@@ -160,6 +164,20 @@ def fallocate(fd: int, mode: int, offset_bytes: int, length_bytes: int) -> None:
     while _libc.fallocate(fd, mode, offset_bytes, length_bytes) != 0:
         if ctypes.get_errno() != errno.EINTR:
             raise _failed(f"descriptor {fd}")
+
+
+def fanotify_init(flags: int, event_flags: int) -> int:
+    """fanotify_init(2): a group's descriptor. `event_flags`: how the kernel opens files for the reader of its events."""
+    fd = int(_libc.fanotify_init(flags, event_flags))
+    if fd < 0:
+        raise _failed(None)
+    return fd
+
+
+def fanotify_mark(group: int, flags: int, mask: int, fd: int) -> None:
+    """fanotify_mark(2) on what the descriptor `fd` has."""
+    if _libc.fanotify_mark(group, flags, mask, fd, None) != 0:
+        raise _failed(f"descriptor {fd}")
 
 
 def ioctl(fd: int, request: int, argument: ctypes.Structure | ctypes.Array[ctypes.c_char] | int | None = None) -> int:

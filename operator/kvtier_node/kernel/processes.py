@@ -15,7 +15,7 @@ from typing import Self
 
 from kvtier_api.errors import KernelError, NotFound
 
-__all__ = ["PidFd", "boot_id", "new_pidfd_from_child", "pids", "start_time"]
+__all__ = ["PidFd", "boot_id", "mount_namespace", "new_pidfd_from_child", "pids", "start_time"]
 
 
 def boot_id() -> str:
@@ -26,6 +26,17 @@ def boot_id() -> str:
 def pids() -> list[int]:
     """Every process that this one's /proc shows, the lowest number first. Some may have ended when they are looked at."""
     return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def mount_namespace(pid: int) -> int | None:
+    """The number of the mount namespace that the process is in; None if it has ended, or may not be asked.
+
+    Another namespace can have the number once nothing is left of this one: it tells living processes apart, and no more.
+    """
+    try:
+        return os.stat(f"/proc/{pid}/ns/mnt").st_ino
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
 
 
 def start_time(pid: int) -> int:

@@ -1,12 +1,14 @@
 """Between two containers of one pod: what the old one left in the volume is gone before the new one can read it.
 
 kubelet starts a container anew in its pod without any call to the driver. So the guardian looks by itself: once every container
-that was seen with the volume has ended, the slot files become empty and what else lies in the slot directory is removed.
-Meanwhile the kernel keeps every slot file from being opened (a write lease on each): a container that starts just then waits.
-One that was faster, or has a file open, keeps everything: then only its engine's new key epoch stands between it and the old
-blocks. Blocks that are given back stay ciphertext of the volume's key, which goes with the volume.
+that had the volume has ended, the slot files become empty and what else lies in the slot directory is removed. Meanwhile nobody
+opens a file: the `gate` holds back the pod's opens, those of a new container from its first one on.
 
-Not for volumes without a key of kvtier's own: to overwrite them takes longer than a lease holds.
+Where the kernel has no such gate, the guardian can only watch (`containers`), with a write lease on each slot file while it
+works: a container that was faster, or has a file open, keeps everything. Then only its engine's new key epoch stands between it
+and the old blocks. Blocks that are given back stay ciphertext of the volume's key, which goes with the volume.
+
+Not for volumes without a key of kvtier's own: they share their file system with others, and take too long to overwrite.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 from contextlib import ExitStack
 from typing import Final
 
-from kvtier_api.errors import Busy
+from kvtier_api.errors import Busy, KernelError
 from kvtier_api.marker import SLOTS_DIRECTORY
 from kvtier_node.kernel import files, lease
 from kvtier_node.kernel.refusal import refused
@@ -25,7 +27,11 @@ from kvtier_node.node import Node
 from kvtier_node.paths import Directory
 from kvtier_node.places import MOUNT_NAME
 from kvtier_node.pods.consumer import PodConsumer
-from kvtier_node.pods.containers import Between, ContainerWatch, Snapshot
+from kvtier_node.pods.containers import Between, ContainerWatch, Snapshot, users_of
+from kvtier_node.pods.ending import VolumeFiles, has_file_open
+from kvtier_node.pods.gate import Gate
+from kvtier_node.pods.members import PodMembers
+from kvtier_node.pods.regions import PodRegions
 from kvtier_node.slots import SlotWatch, open_consumer_file, slot_names, walk_files
 
 __all__ = ["look_between"]
@@ -49,25 +55,62 @@ def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
             slots = stack.enter_context(root.child(SLOTS_DIRECTORY, any_owner=True))
             between = live.between
             if between is None:
-                between = live.between = Between(ContainerWatch(pod.pod.uid, os.fstat(root.fd).st_dev))
-                between.clean = _snapshot(slots) if _is_blank(slots) else None
-            written = _snapshot(slots) != between.clean
-            used = between.containers.in_use(written=written)
-            for line in between.regions.look(between.containers.users, between.containers.members):
+                between = live.between = _begin(node, live, pod, root, slots)
+            done = _look(live, between, place, slots)
+            for line in between.regions.look(between.containers.users, between.members.all):
                 node.ledger.add_event("Normal", "SharedMemoryErased", live.volume_id, f"{pod.title}: {line}")
-            if used is not False or not written:
-                return False
-            if not _erase(live, between, place, slots):
-                return False
-            between.containers.forget()
-            between.clean = _snapshot(slots)
     except OSError as error:
         raise refused(error, live.row.place) from error
-    live.row = node.ledger.note(live.volume_id, facts={FACT: int(live.row.facts.get(FACT, 0)) + 1})
-    node.ledger.add_event(
-        "Normal", "SlotsErased", live.volume_id, f"no container of {pod.title} had the volume: its slots were emptied"
-    )
-    return True
+    if done:
+        live.row = node.ledger.note(live.volume_id, facts={FACT: int(live.row.facts.get(FACT, 0)) + 1})
+        node.ledger.add_event(
+            "Normal",
+            "SlotsErased",
+            live.volume_id,
+            f"no container of {pod.title} had the volume: its slots were emptied",
+        )
+    return done
+
+
+def _begin(node: Node, live: LiveVolume, pod: PodConsumer, root: Directory, slots: Directory) -> Between:
+    members, regions = PodMembers(pod.pod.uid), PodRegions(int(live.row.facts["uid"]))
+    device = os.fstat(root.fd).st_dev
+    try:
+        gate = Gate.before(root.fd, members)
+    except KernelError as error:
+        node.ledger.add_event(
+            "Warning", "NoGate", live.volume_id, f"containers of {pod.title} are watched, and not held back: {error}"
+        )
+        clean = _snapshot(slots) if _is_blank(slots) else None
+        return Between(members, ContainerWatch(members, device), regions, clean)
+    try:
+        blank = _is_blank(slots)
+        clean = _snapshot(slots) if blank else None
+        gate.begin(users_of(members, device), empty=blank)
+    except BaseException:
+        gate.close()
+        raise
+    return Between(members, gate, regions, clean)
+
+
+def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory) -> bool:
+    containers = between.containers
+    written = _snapshot(slots) != between.clean
+    if isinstance(containers, ContainerWatch):
+        return containers.in_use(written=written) is False and written and _erase(live, between, place, slots)
+    if containers.failure is not None:
+        raise KernelError(
+            f"containers are not held back any more: {containers.failure}",
+            obj=live.row.place,
+            remedy="start the agent anew, and report it",
+        )
+    waiting = containers.has_waiting()
+    if not waiting and (containers.in_use() is not False or not written):
+        return False
+    done = _erase(live, between, place, slots)
+    if waiting:
+        containers.let_in()
+    return done
 
 
 def _snapshot(slots: Directory) -> Snapshot:
@@ -94,42 +137,63 @@ def _is_blank(slots: Directory) -> bool:
 
 
 def _erase(live: LiveVolume, between: Between, place: Directory, slots: Directory) -> bool:
-    """Whether it was done. The guardian's own descriptors go first: a lease is for who is alone."""
+    """Whether it was done: not while somebody has the volume. Own descriptors go first: a lease is for who is alone."""
     if live.watch is not None:
         live.watch.refresh()
-    live.close_watch()
+        live.watch.close()
+        live.watch = None
     try:
         with ExitStack() as stack:
-            try:
-                held = _hold(live, slots, stack)
-            except Busy:
+            held = _open_slots(live, slots, stack)
+            if not _is_alone(between, held, slots, stack):
                 return False
-            others = _inodes(slots) - {os.fstat(fd).st_ino for fd in held}
-            if between.containers.look():  # it came before the leases: what it wrote is its own
-                return False
-            for fd in held:
-                os.ftruncate(fd, 0)
-                files.preallocate(fd, live.row.bytes_per_rank, path=slots.path)
-                os.fsync(fd)
-            for directory, name in walk_files(slots):
-                info = directory.stat_if_there(name)
-                if info is not None and info.st_ino in others:
-                    os.unlink(name, dir_fd=directory.fd)
-        return True
+            written = _snapshot(slots) != between.clean
+            if written:
+                _empty(live, held, slots)
+            between.containers.emptied()
+            between.clean = _snapshot(slots)
+        return written
     finally:
         live.watch = SlotWatch.open(place, overwrite=False)
 
 
-def _hold(live: LiveVolume, slots: Directory, stack: ExitStack) -> list[int]:
-    """A descriptor with a write lease of each slot file that is there: nobody opens it while the stack lives. Raises Busy."""
+def _empty(live: LiveVolume, held: list[int], slots: Directory) -> None:
+    others = _inodes(slots) - {os.fstat(fd).st_ino for fd in held}
+    for fd in held:
+        os.ftruncate(fd, 0)
+        files.preallocate(fd, live.row.bytes_per_rank, path=slots.path)
+        os.fsync(fd)
+    for directory, name in walk_files(slots):
+        info = directory.stat_if_there(name)
+        if info is not None and info.st_ino in others:
+            os.unlink(name, dir_fd=directory.fd)
+
+
+def _is_alone(between: Between, held: list[int], slots: Directory, stack: ExitStack) -> bool:
+    """Whether no container has the volume. If so, none comes to it while the stack lives."""
+    containers = between.containers
+    if isinstance(containers, Gate):
+        stack.enter_context(containers.shut())
+        if containers.in_use():
+            return False
+        own = VolumeFiles(os.fstat(slots.fd).st_dev)
+        return not any(has_file_open(own, pid) for pid in between.members.all())
+    try:
+        for fd in held:
+            stack.enter_context(lease.hold(fd))
+    except Busy:
+        return False
+    return not containers.look()  # one that came before the leases: what it wrote is its own
+
+
+def _open_slots(live: LiveVolume, slots: Directory, stack: ExitStack) -> list[int]:
+    """A descriptor of each slot file that is there, while the stack lives."""
     held = []
     for name in slot_names(str(live.row.spec.get("slotPrefix", "slot")), live.row.ranks):
         fd = open_consumer_file(slots, name, os.O_RDWR)
-        if fd is None:
-            continue
-        stack.callback(os.close, fd)
-        stack.enter_context(lease.hold(fd))
-        held.append(fd)
+        if fd is not None:
+            stack.callback(os.close, fd)
+            held.append(fd)
     return held
 
 

@@ -1,4 +1,5 @@
-"""Which processes of a pod have its volume, as the kernel shows it: by cgroup whose pod, by mount table whose volume.
+"""Which processes of a pod have its volume: by cgroup whose pod, by mount table whose volume. Asked once before a `gate` opens,
+and again and again where the kernel has none.
 
 kubelet says nothing when a container ends and another one starts in the same pod. A container has a mount namespace of its own,
 so a process of the pod that has the volume in its mount table is of a container that mounts it; the pod's sandbox and its other
@@ -11,16 +12,17 @@ namespace sees its own alone. Only the end of a process that was seen with the v
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 from kvtier_api.errors import NotFound
 from kvtier_node.kernel import mounts
-from kvtier_node.kernel.processes import PidFd, pids
+from kvtier_node.kernel.processes import PidFd
+from kvtier_node.pods.gate import Gate
+from kvtier_node.pods.members import PodMembers
 from kvtier_node.pods.regions import PodRegions
 
-__all__ = ["Between", "ContainerWatch", "Snapshot"]
+__all__ = ["Between", "ContainerWatch", "Snapshot", "users_of"]
 
 _AGAIN_S: Final = 0.5
 _IDLE_AGAIN_S: Final = 5.0
@@ -29,13 +31,30 @@ Snapshot = frozenset[tuple[int, int, int]]
 """Of every file of a volume: inode, size, and when its content changed (ns)."""
 
 
+def users_of(members: PodMembers, device: int) -> list[PidFd]:
+    """The pod's processes with this volume (st_dev of its files) in their mount table: a look at each process of the machine."""
+    found = []
+    for pid in members.all():
+        if _has_volume(pid, device):
+            try:
+                found.append(PidFd.open(pid))
+            except NotFound:
+                continue
+    return found
+
+
+def _has_volume(pid: int, device: int) -> bool:
+    try:
+        return any(entry.device == device for entry in mounts.mountinfo(pid))
+    except OSError:  # it ended while it was looked at
+        return False
+
+
 class ContainerWatch:
     """The processes of one pod's containers that have one volume. `close` lets go of them."""
 
-    def __init__(self, pod_uid: str, device: int) -> None:
-        """`device`: the volume's own (st_dev of its files)."""
-        # systemd's cgroup names have underscores in the place of dashes.
-        self._names = (f"pod{pod_uid}", f"pod{pod_uid.replace('-', '_')}")
+    def __init__(self, members: PodMembers, device: int) -> None:
+        self._members = members
         self._device = device
         self._users: list[PidFd] = []
         self._seen = False
@@ -57,7 +76,7 @@ class ContainerWatch:
             return None
         return True if self.look() else (False if self._seen else None)
 
-    def forget(self) -> None:
+    def emptied(self) -> None:
         """What the containers left is gone: from now on only one that is seen anew counts."""
         self._seen = False
 
@@ -65,13 +84,7 @@ class ContainerWatch:
         """Look at every process of the machine now."""
         self._looked_at = time.monotonic()
         self.close()
-        for pid in pids():
-            if not self._is_of_pod(pid) or not self._has_volume(pid):
-                continue
-            try:
-                self._users.append(PidFd.open(pid))
-            except NotFound:
-                continue
+        self._users = users_of(self._members, self._device)
         self._seen = self._seen or bool(self._users)
         return bool(self._users)
 
@@ -79,23 +92,6 @@ class ContainerWatch:
     def users(self) -> list[int]:
         """The processes that were seen with the volume and have not ended."""
         return [user.pid for user in self._users if not user.exited()]
-
-    def members(self) -> list[int]:
-        """Every process of the pod, by its cgroup."""
-        return [pid for pid in pids() if self._is_of_pod(pid)]
-
-    def _is_of_pod(self, pid: int) -> bool:
-        try:
-            cgroups = Path(f"/proc/{pid}/cgroup").read_text()
-        except OSError:  # it ended while it was looked at
-            return False
-        return any(name in cgroups for name in self._names)
-
-    def _has_volume(self, pid: int) -> bool:
-        try:
-            return any(entry.device == self._device for entry in mounts.mountinfo(pid))
-        except OSError:  # it ended while it was looked at
-            return False
 
     def close(self) -> None:
         for user in self._users:
@@ -107,11 +103,12 @@ class ContainerWatch:
 class Between:
     """What a guardian remembers of one pod's volume. `clean`: the files as they were when nothing of a container was in them."""
 
-    containers: ContainerWatch
-    clean: Snapshot | None = None
-    regions: PodRegions = field(default_factory=PodRegions)
+    members: PodMembers
+    containers: Gate | ContainerWatch
+    regions: PodRegions
+    clean: Snapshot | None
 
     def close(self) -> None:
-        """Let go of processes and folders."""
+        """Let go of processes and folders, and hold back nobody any more."""
         self.containers.close()
         self.regions.close()

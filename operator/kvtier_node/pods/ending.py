@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.target import TargetPath, open_target_if_there
 from kvtier_node.slots import walk_files
 
-__all__ = ["VolumeFiles", "end_use", "files_of_devices", "files_of_place", "holders"]
+__all__ = ["VolumeFiles", "end_use", "files_of_devices", "files_of_place", "has_file_open", "holders"]
 
 _GONE: Final = (FileNotFoundError, ProcessLookupError)
 _ROUNDS: Final = 3
@@ -88,9 +89,18 @@ def holders(files: VolumeFiles) -> list[tuple[int, int]]:
     return found
 
 
+def has_file_open(files: VolumeFiles, pid: int) -> bool:
+    """Whether the process has a regular file of the volume open or mapped: not one that still waits in open(2)."""
+    return any(stat.S_ISREG(info.st_mode) and files.has(info) for info in _open_in(pid))
+
+
 def _used_by(pid: int) -> Iterator[os.stat_result]:
     for link in ("cwd", "root"):
         yield from _stat(f"/proc/{pid}/{link}")
+    yield from _open_in(pid)
+
+
+def _open_in(pid: int) -> Iterator[os.stat_result]:
     for folder in ("fd", "map_files"):
         try:
             names = os.listdir(f"/proc/{pid}/{folder}")

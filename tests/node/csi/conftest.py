@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csi_agent import Kubelet, Pod
-from requirements import need_root
+from requirements import missing, need_root
 
 
 @pytest.fixture
@@ -59,3 +59,32 @@ def argument_kubelet() -> Iterator[Kubelet]:
         yield made
     finally:
         made.clean_up()
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Callable[[Pod], Path]]:
+    """Makes a pod's cgroup; the file that takes process ids."""
+    top = next(
+        (path for path in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()),
+        None,
+    )
+    if top is None:
+        missing("a cgroup file system that can be written")
+    base = top / f"kvt-test-{secrets.token_hex(4)}"
+    made: list[Path] = []
+
+    def make(pod: Pod) -> Path:
+        path = base / f"pod{pod.uid}" / secrets.token_hex(4)
+        path.mkdir(parents=True)
+        made.append(path)
+        return path / "cgroup.procs"
+
+    try:
+        yield make
+    finally:
+        for path in made:
+            path.rmdir()
+        for path in {path.parent for path in made}:
+            path.rmdir()
+        if base.exists():
+            base.rmdir()

@@ -6,18 +6,18 @@ of a container, without a runtime.
 
 from __future__ import annotations
 
-import secrets
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from csi_agent import CANARY, Kubelet, Pod
 from kvtier_api.volume import VolumeState
-from requirements import missing
 
 pytestmark = pytest.mark.root
 
@@ -27,57 +27,59 @@ with open(sys.argv[1], "w") as procs:
     procs.write(str(os.getpid()))
 os.execvp("unshare", ["unshare", "-m", "--propagation", "private", sys.executable, "-c", '''
 import os, sys, time
-slots = sys.argv[1]
+slots, canary = sys.argv[1], sys.argv[2].encode()
+found = 0
+for folder, _, names in os.walk(slots):
+    for name in names:
+        with open(folder + "/" + name, "rb") as file:
+            found += file.read().count(canary)
 fd = os.open(slots + "/slot.rank_0", os.O_RDWR)
-os.pwrite(fd, sys.argv[2].encode() * 2000, 0); os.fsync(fd)
+os.pwrite(fd, canary * 2000, 0); os.fsync(fd)
 os.makedirs(slots + "/cache", exist_ok=True)
 with open(slots + "/cache/chunk", "wb") as file:
-    file.write(sys.argv[2].encode())
+    file.write(canary)
 os.close(fd)
-print("written", flush=True)
+print("found", found, flush=True)
 sys.stdin.read()
 ''', sys.argv[2], sys.argv[3]])
 """
 
 
-@pytest.fixture
-def cgroup() -> Iterator[Callable[[Pod], Path]]:
-    """Makes a pod's cgroup; the file that takes process ids."""
-    top = next(
-        (path for path in (Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()),
-        None,
-    )
-    if top is None:
-        missing("a cgroup file system that can be written")
-    base = top / f"kvt-test-{secrets.token_hex(4)}"
-    made: list[Path] = []
-
-    def make(pod: Pod) -> Path:
-        path = base / f"pod{pod.uid}" / secrets.token_hex(4)
-        path.mkdir(parents=True)
-        made.append(path)
-        return path / "cgroup.procs"
-
-    try:
-        yield make
-    finally:
-        for path in made:
-            path.rmdir()
-        for path in {path.parent for path in made}:
-            path.rmdir()
-        if base.exists():
-            base.rmdir()
-
-
-def container(kubelet: Kubelet, pod: Pod, procs: Path) -> subprocess.Popen[bytes]:
+def start(kubelet: Kubelet, pod: Pod, procs: Path) -> subprocess.Popen[bytes]:
     slots = str(kubelet.target(pod) / "slots")
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", ENGINE, str(procs), slots, CANARY.decode()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout is not None and process.stdout.readline() == b"written\n"
+
+
+def found_by(process: subprocess.Popen[bytes]) -> int:
+    """How often it found the text of those before it. It has written its own by then."""
+    assert process.stdout is not None
+    word, count = process.stdout.readline().split()
+    assert word == b"found"
+    return int(count)
+
+
+def container(kubelet: Kubelet, pod: Pod, procs: Path) -> subprocess.Popen[bytes]:
+    process = start(kubelet, pod, procs)
+    found_by(process)
     return process
+
+
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def waits_in_open(process: subprocess.Popen[bytes]) -> bool:
+    """It is asleep in the kernel, in open(2) of a file of the volume, and not in a read of its stdin."""
+    try:
+        return "fanotify" in Path(f"/proc/{process.pid}/stack").read_text()
+    except OSError:
+        return False
 
 
 def emptied(kubelet: Kubelet, pod: Pod) -> int:
@@ -158,3 +160,117 @@ def test_a_pod_of_which_no_process_can_be_seen_keeps_what_it_wrote(
     time.sleep(7)
     assert emptied(serving, pod) == 0
     assert (serving.target(pod) / "slots" / "slot.rank_0").read_bytes().startswith(CANARY)
+
+
+def test_a_container_that_starts_at_once_reads_nothing_of_the_old_one(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    """However soon the old one died after its first write, and however soon the next one opens a file."""
+    pod = new_pod()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    found = []
+    for _ in range(8):
+        process = start(serving, pod, procs)
+        found.append(found_by(process))
+        end(process)
+    assert found == [0] * 8
+
+
+def test_a_container_beside_another_one_finds_what_that_one_wrote(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    pod = new_pod()
+    serving.publish(pod)
+    one = start(serving, pod, cgroup(pod))
+    assert found_by(one) == 0
+    other = start(serving, pod, cgroup(pod))
+    try:
+        assert found_by(other) > 0, "they share the volume"
+    finally:
+        end(one, other)
+
+
+def test_a_new_container_waits_while_the_agent_stands_still(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    pod = new_pod()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    end(container(serving, pod, procs))
+    assert serving.process is not None
+    serving.process.send_signal(signal.SIGSTOP)
+    killed, second = start(serving, pod, procs), start(serving, pod, procs)
+    try:
+        serving.wait("they wait", lambda: waits_in_open(killed) and waits_in_open(second))
+        end(killed)
+        assert second.poll() is None
+        serving.process.send_signal(signal.SIGCONT)
+        assert found_by(second) == 0
+    finally:
+        serving.process.send_signal(signal.SIGCONT)
+        end(killed, second)
+
+
+def test_what_cannot_be_emptied_is_not_read(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    pod = new_pod()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    first = container(serving, pod, procs)
+    slot = serving.target(pod) / "slots" / "slot.rank_0"
+    subprocess.run(["chattr", "+i", str(slot)], check=True)
+    end(first)
+    second = start(serving, pod, procs)
+    try:
+        serving.wait("the failure is told", lambda: "cannot-erase-yet" in (serving.base / "agent.log").read_text())
+        serving.wait("it waits", lambda: waits_in_open(second))
+        subprocess.run(["chattr", "-i", str(slot)], check=True)
+        assert found_by(second) == 0
+    finally:
+        end(second)
+
+
+def test_what_a_container_left_before_the_agent_died_is_not_read_by_the_one_after(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    pod = new_pod()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    first = container(serving, pod, procs)
+    serving.stop_agent(signal.SIGKILL)
+    end(first)
+    serving.start_agent()
+    serving.wait("the gate is there", lambda: "fanotify" in _descriptors(serving))
+    second = start(serving, pod, procs)
+    try:
+        assert found_by(second) == 0
+    finally:
+        end(second)
+
+
+def _descriptors(kubelet: Kubelet) -> str:
+    assert kubelet.process is not None
+    folder = Path(f"/proc/{kubelet.process.pid}/fd")
+    return " ".join(os.readlink(path) for path in folder.iterdir() if path.is_symlink())
+
+
+def test_those_who_wait_go_on_when_the_agent_ends(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    """No agent, no gate: an engine must not hang for ever because of it."""
+    pod = new_pod()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    end(container(serving, pod, procs))
+    assert serving.process is not None
+    serving.process.send_signal(signal.SIGSTOP)
+    second = start(serving, pod, procs)
+    try:
+        serving.wait("it waits", lambda: waits_in_open(second))
+        serving.stop_agent(signal.SIGKILL)
+        found_by(second)
+    finally:
+        end(second)
+    serving.start_agent()

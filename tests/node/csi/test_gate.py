@@ -1,0 +1,226 @@
+"""The gate before a pod's files, by itself: who goes through, who waits, and who is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from csi_agent import Kubelet, Pod
+from kvtier_node.kernel import libc
+from kvtier_node.kernel.processes import PidFd
+from kvtier_node.pods.gate import Gate
+from kvtier_node.pods.members import PodMembers
+
+pytestmark = pytest.mark.root
+
+UID = "0000aaaa-0000-4000-8000-000000000000"
+OPENER = """
+import os, sys
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+os.execvp("unshare", ["unshare", "-m", "--propagation", "private", sys.executable, "-c", '''
+import sys
+try:
+    with open(sys.argv[1], "rb") as file:
+        print(len(file.read(4)), flush=True)
+except PermissionError as error:
+    print(f"refused: {error.errno}", flush=True)
+sys.stdin.read()
+''', sys.argv[2]])
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, with a file that is longer than what 31 bits count."""
+    libc.mount("tmpfs", str(tmp_path), "tmpfs", 0, None)
+    try:
+        with (tmp_path / "slot.rank_0").open("wb") as file:
+            file.truncate(3 << 30)
+        yield tmp_path
+    finally:
+        libc.umount2(str(tmp_path), 0)
+
+
+@pytest.fixture
+def gate(files: Path) -> Iterator[Callable[..., Gate]]:
+    made: list[Gate] = []
+
+    def before(**options: float) -> Gate:
+        fd = os.open(files, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            made.append(Gate.before(fd, PodMembers(UID), **options))
+        finally:
+            os.close(fd)
+        return made[-1]
+
+    try:
+        yield before
+    finally:
+        for each in made:
+            each.close()
+
+
+@pytest.fixture
+def opener(files: Path, cgroup: Callable[[Pod], Path]) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts a container of the pod that opens the file once."""
+    procs = cgroup(Pod(uid=UID, name="engine"))
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", OPENER, str(procs), str(files / "slot.rank_0")]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def said(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_the_first_container_goes_through_an_empty_volume(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    assert it.in_use() is None
+    it.begin([], empty=True)
+    first = opener()
+    assert said(first) == b"4", "a file of 3 GiB is opened like another"
+    assert it.in_use() is True
+    assert it.users == [first.pid]
+    first.kill()
+    first.wait()
+    Kubelet.wait("its end is seen", lambda: it.in_use() is False)
+
+
+def test_nobody_goes_through_before_it_begins_and_while_it_is_shut(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    first = opener()
+    Kubelet.wait("it waits", it.has_waiting)
+    it.begin([], empty=True)
+    assert said(first) == b"4"
+    with it.shut():
+        second = opener()
+        Kubelet.wait("it waits", it.has_waiting)
+    assert it.has_waiting(), "another one is inside: that is for the guardian to look at"
+    it.let_in()
+    assert said(second) == b"4"
+
+
+def test_who_waits_too_long_is_refused(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate(held_s=0.5)
+    it.begin([], empty=False)
+    assert said(opener()) == b"refused: 1"
+    assert it.in_use() is None, "it never came in"
+
+
+def test_who_waits_when_it_closes_is_refused(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    it.begin([], empty=False)
+    first = opener()
+    Kubelet.wait("it waits", it.has_waiting)
+    it.close()
+    assert said(first) == b"refused: 1"
+
+
+def test_processes_that_are_not_the_pods_never_wait(gate: Callable[..., Gate], files: Path) -> None:
+    gate()  # shut
+    assert (files / "slot.rank_0").open("rb").read(4) == bytes(4), "this process itself"
+    subprocess.run(["head", "-c", "4", str(files / "slot.rank_0")], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_the_number_of_a_dead_containers_namespace_lets_nobody_in(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    """The kernel gives the lowest free number: the next container's namespace often has the old one's."""
+    it = gate()
+    it.begin([], empty=True)
+    numbers = set()
+    for _ in range(6):
+        process = opener()
+        Kubelet.wait("it came", lambda: it.has_waiting() or it.in_use())
+        assert it.has_waiting() is bool(numbers), "the first one alone goes through"
+        numbers.add(os.stat(f"/proc/{process.pid}/ns/mnt").st_ino)
+        process.kill()
+        process.wait()
+        Kubelet.wait("nobody is inside", lambda: it.in_use() is False)
+    assert len(numbers) < 6, "a number was used again"
+
+
+def test_after_it_was_emptied_the_next_container_goes_through(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    it.begin([], empty=False)
+    first = opener()
+    Kubelet.wait("it waits", it.has_waiting)
+    with it.shut():
+        it.emptied()
+    assert said(first) == b"4"
+
+
+def test_a_container_that_was_there_before_the_gate_is_inside(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    first = opener()
+    Kubelet.wait("it waits", it.has_waiting)
+    it.begin([PidFd.open(first.pid)], empty=False)
+    assert said(first) == b"4"
+
+
+def test_a_defect_of_the_gate_leaves_nobody_waiting(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = gate()
+
+    def fail(self: PodMembers, pid: int) -> bool:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(PodMembers, "has", fail)
+    first = opener()
+    said(first)
+    Kubelet.wait("the thread has ended", lambda: it.failure)
+    monkeypatch.undo()
+
+
+def test_it_answers_many_opens_at_once(
+    gate: Callable[..., Gate], files: Path, opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate()
+    it.begin([], empty=True)
+    counted = []
+
+    def read() -> None:
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            (files / "slot.rank_0").open("rb").close()
+            counted.append(1)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert said(opener()) == b"4"
+    for thread in threads:
+        thread.join()
+    assert len(counted) > 8
