@@ -23,8 +23,8 @@ from kvtier_operator import writing
 from kvtier_operator.election import Election
 from kvtier_operator.facts import Body, VolumeFacts, volume_facts
 from kvtier_operator.fence import Fence
-from kvtier_operator.kinds import LEASES, TIERS, VOLUMES
-from kvtier_operator.kube import EVERYWHERE, Kube
+from kvtier_operator.kinds import EVERYWHERE, LEASES, TIERS, VOLUMES
+from kvtier_operator.kube import Kube
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.names import FINALIZER
 from kvtier_operator.problems import ApiProblem, Conflict, Missing, Refused

@@ -20,8 +20,10 @@ from kvtier_api.meta import GROUP, VERSION, Resource
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import KVCacheVolume
 
-__all__ = ["ERASURES", "EVENTS", "LEASES", "NODES", "PODS", "TIERS", "VOLUMES", "Kind"]
+__all__ = ["ERASURES", "EVENTS", "EVERYWHERE", "LEASES", "NODES", "PODS", "TIERS", "VOLUMES", "Kind"]
 
+EVERYWHERE: Final = "*"
+"""All namespaces."""
 Kind = Any
 """A lightkube resource class. Its own types cannot be named for classes that are made here."""
 

@@ -18,16 +18,15 @@ from lightkube.types import PatchType
 
 from kvtier_operator.facts import Body
 from kvtier_operator.fence import Fence
-from kvtier_operator.kinds import Kind
+from kvtier_operator.kinds import EVERYWHERE, Kind
 from kvtier_operator.listing import LIST_CHUNK, Change, Page, change, page
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.names import FIELD_MANAGER
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Gone, Missing, Refused
 
-__all__ = ["EVERYWHERE", "Kube"]
+__all__ = ["Kube"]
 
 AnswerT = TypeVar("AnswerT")
-EVERYWHERE: Final = "*"
 _TIMEOUT_S: Final = 4.0
 _WATCH_S: Final = 300
 _SILENT_S: Final = 150.0

@@ -9,8 +9,8 @@ import structlog
 
 from kvtier_api.errors import InvalidResource
 from kvtier_operator.facts import Key
-from kvtier_operator.kinds import ERASURES, TIERS, VOLUMES
-from kvtier_operator.kube import EVERYWHERE, Kube
+from kvtier_operator.kinds import ERASURES, EVERYWHERE, TIERS, VOLUMES
+from kvtier_operator.kube import Kube
 from kvtier_operator.settings import Settings
 from kvtier_operator.sources import Source, sources
 from kvtier_operator.view import Fact, View

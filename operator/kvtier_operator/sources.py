@@ -18,8 +18,7 @@ from kvtier_operator.facts import (
     tier_facts,
     volume_facts,
 )
-from kvtier_operator.kinds import ERASURES, NODES, PODS, TIERS, VOLUMES, Kind
-from kvtier_operator.kube import EVERYWHERE
+from kvtier_operator.kinds import ERASURES, EVERYWHERE, NODES, PODS, TIERS, VOLUMES, Kind
 from kvtier_operator.settings import Settings
 from kvtier_operator.view import Fact
 

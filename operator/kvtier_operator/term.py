@@ -164,6 +164,8 @@ class Term:
             await asyncio.sleep(_LOOK_S)
         namespaces = self._settings.watched_namespaces
         await kopf.operator(
+            # Else kopf asks for the user's name, and the uid of a container has none. It exports no type for it.
+            identity=self._settings.identity,  # type: ignore[arg-type]
             registry=registry(feed, self._settings),
             settings=operator_settings(self._settings),
             standalone=True,

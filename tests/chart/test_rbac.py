@@ -26,7 +26,8 @@ Right = tuple[str, str, str]
 OWN = {"TIERS": "kvcachetiers", "VOLUMES": "kvcachevolumes", "ERASURES": "kvcacheerasures"}
 VERBS = {
     "list": "list",
-    "listed": "list",
+    "pages": "list",
+    "watch": "watch",
     "is_served": "list",
     "get": "get",
     "create": "create",
@@ -90,10 +91,11 @@ def controllers_calls(*modules: str) -> set[Right]:
             if method == "close":
                 continue
             kind = name_of(call.args[0])
-            names = (
-                {kind} if kind.isupper() else imported_kinds(path)
-            )  # a kind in a variable: any that the module names
-            if not kind.isupper() and method in ("list", "listed", "merge"):
+            source = ast.unparse(call.args[0]) == "source.kind"  # whatever the controller looks at
+            where = OPERATOR / "sources.py" if source else path
+            # a kind in a variable: any that the module names
+            names = {kind} if kind.isupper() else imported_kinds(where) - {"EVERYWHERE"}
+            if not kind.isupper() and method in ("list", "merge"):
                 names -= {"LEASES", "EVENTS"}
             for name in names:
                 resource = getattr(kinds, name)._api_info
@@ -155,7 +157,7 @@ def _agents_call(path: Path, call: ast.Call) -> Iterator[Right]:
             yield "kvtier.dev", OWN[about], method
 
 
-CONTROLLER = ("election", "event_poster", "reconciling", "relisting", "term")
+CONTROLLER = ("election", "event_poster", "reconciling", "relisting", "standing_by", "term")
 
 
 def test_no_module_of_the_controller_asks_the_api_server_unseen() -> None:
