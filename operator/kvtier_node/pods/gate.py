@@ -2,9 +2,9 @@
 
 kubelet starts a container anew in its pod without any call to the driver, and sooner than a watch may see the old one's end. The
 kernel asks about each open instead (`kernel.fanotify`). Who opens first after the volume was empty goes through, and so does the
-whole of its container: every process of its mount namespace, while one of those lives that were there when it came. Whoever
-else opens waits until the guardian has seen that a container inside still lives, and lets it in too, or that none does, and has
-emptied the files. So it reads nothing of the old one, however fast it starts.
+whole of its container: every process of its mount namespace, while one lives that was there when it came or went through since.
+Whoever else opens waits until the guardian has seen that a container inside still lives, and lets it in too, or that none does,
+and has emptied the files. So it reads nothing of the old one, however fast it starts.
 
 Only opens by the pod's own processes wait. One that waits too long is refused (EPERM), and its container fails: better than that
 it reads what could not be erased. If this process ends, everything goes on: a gate holds while its agent lives.
@@ -55,7 +55,7 @@ class Gate:
         self._shut = True
         self._empty = False
         self._entered = False
-        self._inside: dict[int, list[PidFd]] = {}
+        self._inside: dict[int, dict[int, PidFd]] = {}
         self._waiting: list[_Waiting] = []
         self._new: list[OpenAttempt] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -87,7 +87,7 @@ class Gate:
                 if namespace is None:
                     user.close()
                 else:
-                    self._inside.setdefault(namespace, []).append(user)
+                    self._inside.setdefault(namespace, {})[user.pid] = user
             self._entered = bool(self._inside)
             self._empty = empty and not self._inside
             self._reopen()
@@ -100,10 +100,10 @@ class Gate:
 
     @property
     def users(self) -> list[int]:
-        """Living processes of the containers inside: those that were there when their container came."""
+        """Living processes of the containers inside: those that were there when their container came, or went through since."""
         with self._lock:
             self._forget_ended()
-            return [user.pid for users in self._inside.values() for user in users]
+            return [pid for users in self._inside.values() for pid in users]
 
     def has_waiting(self) -> bool:
         """Whether a container that is new to the volume waits for the guardian."""
@@ -167,11 +167,16 @@ class Gate:
             self._permissions.close()
             with self._lock:
                 for users in self._inside.values():
-                    for user in users:
+                    for user in users.values():
                         user.close()
                 self._inside.clear()
 
     def _decide(self, attempt: OpenAttempt) -> None:
+        with self._lock:  # nearly every open: of a process that went through before, and still lives
+            user = next((users[attempt.pid] for users in self._inside.values() if attempt.pid in users), None)
+            if user is not None and not self._shut and not user.exited():
+                self._permissions.answer(attempt, allowed=True)
+                return
         if attempt.pid in (0, os.getpid()) or not self._members.has(attempt.pid):
             self._permissions.answer(attempt, allowed=True)
             return
@@ -201,7 +206,9 @@ class Gate:
         for each in self._waiting:
             if each.namespace not in self._inside and self._empty:
                 self._enter(each.namespace)
-            if each.namespace in self._inside:
+            if (users := self._inside.get(each.namespace)) is not None:
+                if each.attempt.pid not in users and each.attempt.process is not None:
+                    users[each.attempt.pid], each.attempt.process = each.attempt.process, None
                 self._permissions.answer(each.attempt, allowed=True)
             else:
                 still.append(each)
@@ -211,19 +218,17 @@ class Gate:
         """The container is inside while one of its processes of this moment lives: then the number can be nobody else's."""
         self._empty = False
         self._entered = True
-        users = self._inside.setdefault(namespace, [])
-        known = {user.pid for user in users}
+        users = self._inside.setdefault(namespace, {})
         for pid in self._members.all():
-            if pid not in known and mount_namespace(pid) == namespace:
+            if pid not in users and mount_namespace(pid) == namespace:
                 try:
-                    users.append(PidFd.open(pid))
+                    users[pid] = PidFd.open(pid)
                 except NotFound:
                     continue
 
     def _forget_ended(self) -> None:
         for namespace, users in list(self._inside.items()):
-            for user in [user for user in users if user.exited()]:
-                users.remove(user)
-                user.close()
+            for pid in [pid for pid, user in users.items() if user.exited()]:
+                users.pop(pid).close()
             if not users:
                 del self._inside[namespace]

@@ -179,6 +179,37 @@ def test_after_it_was_emptied_the_next_container_goes_through(
     assert said(first) == b"4"
 
 
+def test_a_later_process_of_a_container_goes_through_and_keeps_others_out_when_the_first_one_has_ended(
+    gate: Callable[..., Gate],
+    opener: Callable[[], subprocess.Popen[bytes]],
+    files: Path,
+    cgroup: Callable[[Pod], Path],
+) -> None:
+    it = gate()
+    it.begin([], empty=True)
+    first = opener()
+    assert said(first) == b"4"
+    inside = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execvp('nsenter', sys.argv[2:])"
+    read = f"head -c 4 {files}/slot.rank_0 >/dev/null && echo read && cat"
+    later = subprocess.Popen(
+        [sys.executable, "-c", inside, str(cgroup(Pod(uid=UID, name="engine"))), "nsenter", "-t", str(first.pid), "-m"]
+        + ["sh", "-c", read],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert said(later) == b"read"
+        first.kill()
+        first.wait()
+        opener()
+        Kubelet.wait("the next container waits", it.has_waiting)
+        assert it.in_use() is True
+    finally:
+        later.kill()
+        later.wait()
+    Kubelet.wait("the last one's end is seen", lambda: it.in_use() is False)
+
+
 def test_a_container_that_was_there_before_the_gate_is_inside(
     gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
