@@ -189,11 +189,11 @@ def test_a_later_process_of_a_container_goes_through_and_keeps_others_out_when_t
     it.begin([], empty=True)
     first = opener()
     assert said(first) == b"4"
-    inside = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execvp('nsenter', sys.argv[2:])"
-    read = f"head -c 4 {files}/slot.rank_0 >/dev/null && echo read && cat"
+    join = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execvp(sys.argv[2], sys.argv[2:])"
+    read = f"exec 3< {files}/slot.rank_0 && exec 3<&- && echo read && exec cat"
+    enter = ["nsenter", "-t", str(first.pid), "-m", "sh", "-c", read]
     later = subprocess.Popen(
-        [sys.executable, "-c", inside, str(cgroup(Pod(uid=UID, name="engine"))), "nsenter", "-t", str(first.pid), "-m"]
-        + ["sh", "-c", read],
+        [sys.executable, "-c", join, str(cgroup(Pod(uid=UID, name="engine"))), *enter],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
