@@ -30,6 +30,8 @@ __all__ = ["Gate"]
 
 _HELD_S: Final = 60.0
 """Seconds that an open waits at most. To empty a volume takes less than one; it is tried again meanwhile."""
+_MOST: Final = 256
+"""Opens that wait at once (more are refused), and processes that are kept of each container: each is descriptors of the agent's."""
 _LOOK_S: Final = 1.0
 _END_S: Final = 5.0
 
@@ -185,6 +187,9 @@ class Gate:
             self._permissions.answer(attempt, allowed=False)  # it was killed while it waited
             return
         with self._lock:
+            if len(self._waiting) >= _MOST:
+                self._permissions.answer(attempt, allowed=False)
+                return
             self._waiting.append(_Waiting(attempt, namespace, time.monotonic() + self._held_s))
             if not self._shut:
                 self._reopen()
@@ -207,7 +212,7 @@ class Gate:
             if each.namespace not in self._inside and self._empty:
                 self._enter(each.namespace)
             if (users := self._inside.get(each.namespace)) is not None:
-                if each.attempt.pid not in users and each.attempt.process is not None:
+                if each.attempt.pid not in users and len(users) < _MOST and each.attempt.process is not None:
                     users[each.attempt.pid], each.attempt.process = each.attempt.process, None
                 self._permissions.answer(each.attempt, allowed=True)
             else:
@@ -220,7 +225,7 @@ class Gate:
         self._entered = True
         users = self._inside.setdefault(namespace, {})
         for pid in self._members.all():
-            if pid not in users and mount_namespace(pid) == namespace:
+            if pid not in users and len(users) < _MOST and mount_namespace(pid) == namespace:
                 try:
                     users[pid] = PidFd.open(pid)
                 except NotFound:

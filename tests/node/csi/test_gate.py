@@ -235,6 +235,50 @@ def test_a_defect_of_the_gate_leaves_nobody_waiting(
     monkeypatch.undo()
 
 
+MANY = """
+import os, sys, threading
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+refused = []
+def read():
+    try:
+        open(sys.argv[2], "rb").close()
+    except PermissionError:
+        refused.append(1)
+threads = [threading.Thread(target=read) for _ in range(400)]
+for thread in threads:
+    thread.start()
+print("started", flush=True)
+for thread in threads:
+    thread.join()
+print(len(refused), flush=True)
+"""
+
+
+def test_those_who_wait_take_no_more_than_so_many_descriptors_of_the_agent(
+    gate: Callable[..., Gate], files: Path, cgroup: Callable[[Pod], Path]
+) -> None:
+    """The others are refused: one pod must not keep the agent from erasing for another one."""
+    it = gate()
+    command = [sys.executable, "-c", MANY, str(cgroup(Pod(uid=UID, name="engine"))), str(files / "slot.rank_0")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert said(process) == b"started"
+            Kubelet.wait("every thread waits, or was refused", lambda: all_wait(process.pid))
+            it.begin([], empty=True)
+            assert int(said(process)) == 400 - 256
+        finally:
+            process.kill()
+
+
+def all_wait(pid: int) -> bool:
+    threads = [path for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid)]
+    try:
+        return all("fanotify" in (thread / "stack").read_text() for thread in threads)
+    except (FileNotFoundError, ProcessLookupError):  # it ended a moment ago
+        return False
+
+
 def test_it_answers_many_opens_at_once(
     gate: Callable[..., Gate], files: Path, opener: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
