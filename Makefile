@@ -6,7 +6,7 @@ PYTEST := $(PY) -m pytest
 N ?= 1000
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-cluster cluster-tools test-floor bench-scale lint unit crash-enumerate crash bench venv packages manifests clean kernel
+.PHONY: demo test test-cluster cluster-tools images test-floor bench-scale lint unit crash-enumerate crash bench venv packages manifests clean kernel
 
 packages:
 	@tools/system_packages.sh
@@ -33,6 +33,12 @@ test-cluster: venv cluster-tools
 
 cluster-tools: venv
 	$(PY) tests/cluster/build_tools.py
+
+# A docker-archive of both images as the Dockerfile makes them, and of what the tests add: $(OUT). Debian, root.
+OUT ?= images.tar
+images: venv
+	tools/cluster_packages.sh
+	$(PY) tests/cluster/images.py $(OUT)
 
 # The same on the oldest Kubernetes that is supported, without whole nodes and without injection, which needs 1.36. Not in CI.
 test-floor: venv
@@ -63,4 +69,4 @@ manifests: venv
 	$(PY) -m kvtier_api.generate --output charts/kvtier/files/crds
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache images.tar

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The Debian packages that a whole node needs beside what tools/system_packages.sh installs. Root only.
+# The Debian packages that a whole node and its images need beside what tools/system_packages.sh installs. Root only.
 set -euo pipefail
 missing=()
-for pair in runc:runc iptables:iptables ip:iproute2 nsenter:util-linux ldd:libc-bin; do
+for pair in runc:runc iptables:iptables ip:iproute2 nsenter:util-linux ldd:libc-bin buildah:buildah mmdebstrap:mmdebstrap; do
   PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
 done
 [ -x /usr/lib/cni/bridge ] || missing+=(containernetworking-plugins)

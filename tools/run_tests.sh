@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every test, on two cores: suites side by side where they do not disturb each other; the cluster's tools are built meanwhile.
-# What a machine lacks is a named skip for a user, and a failure where CI is set.
+# Every test, on two cores: suites side by side where they do not disturb each other; meanwhile the cluster's tools and the images
+# are built. What a machine lacks is a named skip for a user, and a failure where CI is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -38,6 +38,9 @@ whole_node() {
   suite "installed by Helm on a whole node" -m whole_node tests/cluster
 }
 
+tools/cluster_packages.sh || failed=1
+nice -n 10 "$python" tests/cluster/built_images.py >"$logs/images" 2>&1 &
+images=$!
 nice -n 10 "$python" tests/cluster/build_tools.py >"$logs/tools" 2>&1 &
 tools=$!
 suite "api, engine, node, controller, command line" -n 2 tests/api tests/engine tests/node tests/operator tests/cli tests/demo \
@@ -50,6 +53,8 @@ started=$SECONDS
 wait $tools || { failed=1; echo "== the cluster's tools FAILED"; }
 cat "$logs/tools"
 echo "== the cluster's tools: waited $((SECONDS - started)) s"
-tools/cluster_packages.sh || failed=1
+echo "== the images of the Dockerfile"
+wait $images || { failed=1; echo "== the images of the Dockerfile FAILED"; }
+cat "$logs/images"
 side_by_side control_plane whole_node
 exit $failed

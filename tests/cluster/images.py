@@ -1,8 +1,9 @@
-"""Images for a test node, without a registry, a container engine or a network: one docker-archive made of this machine's files.
+"""Images for a test node, without a registry or a container engine: one docker-archive. `make images` writes it to a file.
 
-Three layers: the interpreter, the packages that kvtier declares and the tools that it runs; kvtier itself; the tests' workloads.
-Each is made once for its content and kept in the cache folder. `KVTIER_IMAGES=FILE` names an archive of the same image names
-that was built otherwise, such as from the Dockerfile.
+The controller and the node agent are what `built_images` builds from the Dockerfile. The tests' workloads are made of this machine's
+files, in three layers: the interpreter, the packages that kvtier declares and the tools that it runs; kvtier itself; the workloads.
+Each is made once for its content and kept in the cache folder. Where nothing can be built, those layers are the two images too.
+`KVTIER_IMAGES=FILE` names an archive of the same image names that is used instead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
-import json
 import marshal
 import os
 import platform
@@ -19,21 +19,22 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import build_tools
+import built_images
+from docker_archive import CONTROLLER, NAMES, NODE, PAUSE, REGISTRY, TAG, WORKLOAD, Image, write
 from packaging.requirements import Requirement
 
-from requirements import need_tool
+from requirements import missing, need_tool
 
-__all__ = ["CONTROLLER", "NAMES", "NODE", "PAUSE", "WORKLOAD", "WORKLOADS", "archive"]
+__all__ = ["CONTROLLER", "NAMES", "NODE", "PAUSE", "REGISTRY", "TAG", "WORKLOAD", "WORKLOADS", "archive"]
 
-PAUSE, WORKLOAD = "localhost/pause:dev", "localhost/kvtier-workload:dev"
-REGISTRY, TAG = "localhost", "test"
-CONTROLLER, NODE = f"{REGISTRY}/kvtier/controller:{TAG}", f"{REGISTRY}/kvtier/node:{TAG}"
-NAMES = (PAUSE, CONTROLLER, NODE, WORKLOAD)
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 ROOTS = Path(__file__).resolve().parents[2]
 
@@ -52,6 +53,7 @@ _SKIPPED = frozenset(
 )
 _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"usr/local/lib/{_VERSION}/site-packages"
+_ENVIRONMENT = ["PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONDONTWRITEBYTECODE=1", "LC_ALL=C.UTF-8"]
 _KEPT = 4
 """Layers of one name that stay in the cache."""
 _FORMAT = "3"
@@ -266,68 +268,42 @@ def _folders() -> list[Entry]:
     ]
 
 
-def archive(folder: Path) -> Path:
-    """A docker-archive of PAUSE, CONTROLLER, NODE and WORKLOAD, written into `folder` (layers come from the cache)."""
+def archive(path: Path) -> Path:
+    """A docker-archive of PAUSE, CONTROLLER, NODE and WORKLOAD at that path; whoever removes it removes no file of the user's."""
     named = os.environ.get("KVTIER_IMAGES")
     if named:
-        return Path(named)
-    cache = build_tools.cache_folder().parent / "images"
+        path.symlink_to(Path(named).absolute())
+        return path
+    cache = build_tools.cache_base() / "images"
     cache.mkdir(parents=True, exist_ok=True)
     base = _layer("base", [*_base(), *_folders()], by_content=False, cache=cache)
     kvtier = _layer("kvtier", _kvtier(), by_content=True, cache=cache)
     workloads = _layer("workloads", _workloads(), by_content=True, cache=cache)
     pause = _layer("pause", [("pause", _pause(), 0o755)], by_content=True, cache=cache)
-    images = [
-        ([PAUSE], [pause], ["/pause"]),
-        ([CONTROLLER, NODE], [base, kvtier], ["/usr/local/bin/kvtier"]),
-        ([WORKLOAD], [base, kvtier, workloads], ["/usr/local/bin/python"]),
+    found = [
+        Image.of_layers((PAUSE,), (pause,), ["/pause"], _ENVIRONMENT),
+        Image.of_layers((WORKLOAD,), (base, kvtier, workloads), ["/usr/local/bin/python"], _ENVIRONMENT),
     ]
-    path = folder / "images.tar"
-    with tarfile.open(path, "w") as tar:
-
-        def add(name: str, content: bytes) -> None:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-        digests = {layer: _sha256(layer) for layer in (base, kvtier, workloads, pause)}
-        for layer, digest in digests.items():
-            tar.add(layer, f"{digest}.tar")
-        manifest = []
-        for tags, layers, entry in images:
-            config = json.dumps(
-                {
-                    "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
-                    "os": "linux",
-                    "config": {
-                        "Entrypoint": entry,
-                        "Env": [
-                            "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-                            "PYTHONDONTWRITEBYTECODE=1",
-                            "LC_ALL=C.UTF-8",
-                        ],
-                    },
-                    "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digests[layer]}" for layer in layers]},
-                }
-            ).encode()
-            name = f"{hashlib.sha256(config).hexdigest()}.json"
-            add(name, config)
-            manifest.append({"Config": name, "RepoTags": tags, "Layers": [f"{digests[layer]}.tar" for layer in layers]})
-        add("manifest.json", json.dumps(manifest).encode())
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        lacks = built_images.lacking()
+        if lacks is None:
+            built = built_images.storage()
+            built.build()
+            found += built.save(Path(folder)).values()
+        elif os.environ.get("CI"):
+            missing(lacks)
+        else:
+            print(f"not the images of the Dockerfile: that needs {lacks}", file=sys.stderr)
+            found.append(Image.of_layers((CONTROLLER, NODE), (base, kvtier), ["/usr/local/bin/kvtier"], _ENVIRONMENT))
+        write(path, found)
     return path
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def main() -> int:
-    """`python images.py FOLDER`: where the archive is."""
+    """`python images.py FILE`: writes the archive there."""
     print(archive(Path(sys.argv[1])))
     return 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOTS / "tests"))
     sys.exit(main())

@@ -79,7 +79,7 @@ class Node:
             self.plane.start_etcd()
             self.plane.start_apiserver()
             self._write_configuration()
-            archive = images.archive(self.base)
+            archive = images.archive(self.base / "images.tar")
             self.plane.start_controller_manager()
             self._start_scheduler()
             self.boot(images_from=archive)
