@@ -4,8 +4,10 @@ Whoever opens a regular file of a marked file system, through whatever mount and
 answer; only its own SIGKILL ends the wait otherwise. Directories and descriptors that are open already are not asked about. When
 the group's descriptor is closed, by the death of its process too, everything that waits goes on.
 
-This process's own opens are asked about as well: who reads must never wait for one of them. Needs CAP_SYS_ADMIN, and a kernel
-with CONFIG_FANOTIFY_ACCESS_PERMISSIONS and FAN_REPORT_PIDFD (5.15).
+This process's own opens are asked about as well: who reads must never wait for one of them. The kernel opens each file for the
+reader too, without waiting: one that somebody has a lease on is refused (EPERM) instead of asked about.
+
+Needs CAP_SYS_ADMIN, and a kernel with CONFIG_FANOTIFY_ACCESS_PERMISSIONS and FAN_REPORT_PIDFD (5.15).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class OpenPermissions:
         """Raises KernelError where the kernel has no such thing, or gives none (128 groups a user: fs.fanotify)."""
         flags = c.FAN_CLOEXEC | c.FAN_NONBLOCK | c.FAN_CLASS_CONTENT | c.FAN_UNLIMITED_QUEUE | c.FAN_REPORT_PIDFD
         try:
-            self._fd = libc.fanotify_init(flags, os.O_RDONLY | os.O_CLOEXEC | c.O_LARGEFILE)
+            self._fd = libc.fanotify_init(flags, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | c.O_LARGEFILE)
         except OSError as error:
             raise KernelError(
                 f"opens cannot be held back: {error.strerror}",
@@ -86,7 +88,7 @@ class OpenPermissions:
             except OSError as error:
                 if error.errno == errno.EBADF:
                     raise
-                continue  # the kernel could not open the file for us (its key is gone, no descriptor left), and refused it
+                continue  # the kernel could not open the file for us (a lease, no key, no descriptor left), and refused it
             yield from _parse(raw)
 
     def answer(self, attempt: OpenAttempt, *, allowed: bool) -> None:

@@ -31,7 +31,7 @@ __all__ = ["Gate"]
 _HELD_S: Final = 60.0
 """Seconds that an open waits at most. To empty a volume takes less than one; it is tried again meanwhile."""
 _MOST: Final = 256
-"""Opens that wait at once (more are refused), and processes that are kept of each container: each takes descriptors of the agent."""
+"""Opens that wait at once (more are refused), and processes of a container that are kept: each takes descriptors."""
 _LOOK_S: Final = 1.0
 _END_S: Final = 5.0
 

@@ -235,6 +235,46 @@ def test_a_defect_of_the_gate_leaves_nobody_waiting(
     monkeypatch.undo()
 
 
+HOSTILE = """
+import fcntl, os, sys, time
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+fd = os.open(sys.argv[2], os.O_RDWR)
+fcntl.fcntl(fd, fcntl.F_SETSIG, 23)
+while True:
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        break
+    except BlockingIOError:  # the agent closes its own descriptor of the file after its answer
+        time.sleep(0.01)
+os.mkfifo(sys.argv[2] + ".fifo")
+if os.fork() == 0:
+    os.open(sys.argv[2] + ".fifo", os.O_RDONLY)
+try:
+    os.open(sys.argv[2], os.O_RDONLY)
+except PermissionError:
+    print("refused", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_blocks_whoever_opens_it_blocks_nobody_elses_open(
+    gate: Callable[..., Gate], files: Path, cgroup: Callable[[Pod], Path]
+) -> None:
+    """A lease of the consumer's own, and a FIFO: the kernel opens each file for the agent too."""
+    it = gate()
+    it.begin([], empty=True)
+    (files / "other").touch()
+    command = [sys.executable, "-c", HOSTILE, str(cgroup(Pod(uid=UID, name="engine"))), str(files / "slot.rank_0")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert said(process) == b"refused"
+            subprocess.run(["cat", str(files / "other")], check=True, timeout=30)
+        finally:
+            subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=False)
+            process.kill()
+
+
 MANY = """
 import os, sys, threading
 with open(sys.argv[1], "w") as procs:
@@ -264,19 +304,20 @@ def test_those_who_wait_take_no_more_than_so_many_descriptors_of_the_agent(
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert said(process) == b"started"
-            Kubelet.wait("every thread waits, or was refused", lambda: all_wait(process.pid))
+            Kubelet.wait("256 threads wait, and the others were refused", lambda: waiting_threads(process.pid) == 256)
             it.begin([], empty=True)
             assert int(said(process)) == 400 - 256
         finally:
             process.kill()
 
 
-def all_wait(pid: int) -> bool:
+def waiting_threads(pid: int) -> int:
+    """How many threads beside the first one there are, if all of them wait in open(2); otherwise 0."""
     threads = [path for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid)]
     try:
-        return all("fanotify" in (thread / "stack").read_text() for thread in threads)
+        return len(threads) if all("fanotify" in (thread / "stack").read_text() for thread in threads) else 0
     except (FileNotFoundError, ProcessLookupError):  # it ended a moment ago
-        return False
+        return 0
 
 
 def test_it_answers_many_opens_at_once(
