@@ -1,4 +1,4 @@
-"""`make bench`: the slot store beside fio, then volumes. Both in one run, one after the other, on a quiet machine.
+"""`make bench`: the slot store beside fio, then volumes, and the gate before a pod's files. All in one run, one after the other.
 
 `make bench-scale` (`--scale`): the controller under a large fleet instead, on a real API server.
 """
@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 
-from bench import store_bench, volume_bench
+from bench import gate_bench, store_bench, volume_bench
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--dir", help="a directory on the disk to be measured; default: a temporary one")
     parser.add_argument("--size-mib", type=int, default=512, help="bytes moved in each sample of the store")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("store", "volumes"))
+    parser.add_argument("--only", choices=("store", "volumes", "gate"))
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
     parser.add_argument("--scale", action="store_true", help="the controller under a simulated fleet, and nothing else")
     parser.add_argument(
@@ -36,12 +36,15 @@ def main() -> None:
             scale_bench.show(found)
         return
     report: dict[str, object] = {}
-    if options.only != "volumes":
+    if options.only in (None, "store"):
         report["store"] = store_bench.run(options.dir, size_mib=options.size_mib, rounds=options.rounds)
     if options.only != "store":
         if os.geteuid() != 0:
-            raise SystemExit("the volumes need root (loop devices, fscrypt): run as root, or with --only store")
-        report["volumes"] = volume_bench.measure(options.dir, options.rounds)
+            raise SystemExit("volumes and gate need root (loop devices, fscrypt, fanotify): as root, or --only store")
+        if options.only in (None, "volumes"):
+            report["volumes"] = volume_bench.measure(options.dir, options.rounds)
+        if options.only in (None, "gate"):
+            report["gate"] = gate_bench.measure(options.dir, options.rounds)
     if options.output == "json":
         print(json.dumps(report, indent=1))
         return
@@ -49,6 +52,8 @@ def main() -> None:
         store_bench.show(report["store"])
     if "volumes" in report:
         volume_bench.show(report["volumes"])
+    if "gate" in report:
+        gate_bench.show(report["gate"])
 
 
 if __name__ == "__main__":
