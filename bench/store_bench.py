@@ -12,6 +12,7 @@ time per 10**9 bytes; fio's are its own report's.
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Final
 
 from rich.console import Console
@@ -83,9 +85,14 @@ class StoreUnderTest:
         self.blocks = total // block
         self.block = block
         whole = memoryview(source)
-        self.pool = [whole[start : start + block] for start in range(0, len(whole), block)]
-        self.per_job = max(1, _JOB_BYTES // block)
+        pool = [whole[start : start + block] for start in range(0, len(whole), block)]
+        per_job = max(1, _JOB_BYTES // block)
+        # Keys and buffers are the caller's own, made before the clock runs, as fio's one buffer is.
+        items = [(number.to_bytes(32, "big"), [pool[number % len(pool)]]) for number in range(self.blocks)]
+        self.jobs = [items[first : first + per_job] for first in range(0, self.blocks, per_job)]
         self.window = max(2, 2 * depth * MIB // _JOB_BYTES) if block < MIB else 3 * depth
+        # Jobs finish in any order: the caller sleeps until one more has, and spends nothing on asking which.
+        self.finished: SimpleQueue[None] = SimpleQueue()
         self.store = SlotStore(
             StoreConfig(
                 files=(path,),
@@ -99,32 +106,27 @@ class StoreUnderTest:
                 seal_slots=sealed,
                 io_depth=depth,
                 harden_process=False,
+                on_finished=functools.partial(self.finished.put, None),
             )
         )
 
     def run(self, operation: str) -> tuple[float, float]:
         """Move every block once, in jobs, at most `window` of them under way."""
-        store, pool = self.store, self.pool
+        store = self.store
         if operation == "write":
             store.erase(_TENANT)
         submit = store.submit_store if operation == "write" else store.submit_load
         cpu, begin, moved = time.process_time(), time.perf_counter(), 0
-        reported = 0
-        for job, first in enumerate(range(0, self.blocks, self.per_job)):
-            items = [
-                (number.to_bytes(32, "big"), [pool[number % len(pool)]])
-                for number in range(first, min(first + self.per_job, self.blocks))
-            ]
+        for job, items in enumerate(self.jobs):
+            if job >= self.window:
+                self.finished.get()
             submit(job, items, tenant=_TENANT)
-            while job + 1 - reported >= self.window:
-                store.wait([reported])
-                for result in store.finished():
-                    reported += 1
-                    moved += result.transferred_bytes
-                    if not result.success:
-                        raise SystemExit(f"a job failed: {result}")
-        store.drain()
-        moved += sum(result.transferred_bytes for result in store.finished())
+        for _ in self.jobs[-self.window :]:
+            self.finished.get()
+        for result in store.finished():
+            moved += result.transferred_bytes
+            if not result.success:
+                raise SystemExit(f"a job failed: {result}")
         elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu
         if moved != self.blocks * self.block:
             raise SystemExit(f"{moved} bytes were moved of {self.blocks * self.block}")
@@ -136,12 +138,12 @@ import os, sys
 from kvtier_engine.index import SlotIndex
 def resident(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 policy, ranks, slots = sys.argv[1], int(sys.argv[2]), 200_000
-tags, before = [bytes(16)] * ranks, resident()
+tags, before = [[bytes(16)]] * ranks, resident()
 index = SlotIndex(slots=slots, ranks=ranks, policy=policy)
 for first in range(0, (2 if policy == "arc" else 1) * slots, 1000):
     for slot in index.allocate(1000):
-        index.describe(slot, key_number=1, counter=first)
-        index.commit(slot, os.urandom(16), tags)
+        index.describe(slot, 1, key_number=1, counter=first)
+        index.commit(slot, [os.urandom(16)], tags)
 print((resident() - before) / slots)
 """
 

@@ -24,6 +24,7 @@ __all__ = ["Presence", "SlotBook"]
 
 _SWEEP_SLOTS: Final = 4096
 _MOST_RUN_SLOTS: Final = 512  # fewer than IOV_MAX views in one pwritev
+_LOAD_RUN_BYTES: Final = 1 << 20  # a thread that opens what it read does not read meanwhile: more of them, shorter
 
 
 class Presence(Enum):
@@ -45,6 +46,7 @@ class SlotBook:
         self._quarantine_s = config.quarantine_s
         self._external = config.confirm == "external"
         self.run_slots = min(max(1, config.run_bytes // config.slot_size_bytes), _MOST_RUN_SLOTS)
+        self._load_slots = min(max(1, _LOAD_RUN_BYTES // config.slot_size_bytes), self.run_slots)
         self.index = SlotIndex(slots=slots, ranks=self._ranks, policy=config.eviction, sealed=config.seal_slots)
         self.lock = threading.Lock()
         self._pending: set[bytes] = set()
@@ -59,7 +61,7 @@ class SlotBook:
     # Asking.
 
     def lookup(self, space: bytes, keys: Iterable[bytes]) -> list[Presence]:
-        digests = [self._keys.block_digest(space, key) for key in keys]
+        digests = self._keys.block_digests(space, keys)
         with self.lock:
             return [self._presence(digest) for digest in digests]
 
@@ -88,7 +90,7 @@ class SlotBook:
         self, job: Job, space: bytes, keys: Sequence[bytes], views: list[list[memoryview]], *, replace: bool
     ) -> list[Run]:
         """Take slots, a key and counters for the blocks that are not there; outcomes of the others are set."""
-        digests = [self._keys.block_digest(space, key) for key in keys]
+        digests = self._keys.block_digests(space, keys)
         with self.lock:
             wanted = self._wanted(job, digests, replace)
             slots = self.index.allocate(len(wanted))
@@ -108,72 +110,78 @@ class SlotBook:
                     self._pending.discard(digests[item])
                     job.outcomes[item] = Outcome.REFUSED
                 return []
-            seals = [self.index.describe(slot, key_number=number, counter=counter + k) for k, slot in enumerate(slots)]
-        runs = []
-        for span in adjacent(slots, self.run_slots):
-            items = [wanted[k] for k in span]
-            runs.append(
-                Run(
-                    job,
-                    items=items,
-                    seals=[seals[k] for k in span],
-                    digests=[digests[item] for item in items],
-                    views=[[views[item][position] for item in items] for position in range(self._ranks)],
-                    tags=[[] for _ in range(self._ranks)],
+            runs = []
+            for span in adjacent(slots, self.run_slots):
+                items = wanted[span.start : span.stop]
+                runs.append(
+                    Run(
+                        job,
+                        items=items,
+                        seals=self.index.describe(
+                            slots[span.start], len(span), key_number=number, counter=counter + span.start
+                        ),
+                        digests=[digests[item] for item in items],
+                        views=[[column[item] for item in items] for column in views],
+                        tags=[[b""] * len(items) for _ in views],
+                    )
                 )
-            )
-        return runs
+            return runs
 
     def _wanted(self, job: Job, digests: list[bytes], replace: bool) -> list[int]:
-        wanted = []
-        for item, digest in enumerate(digests):
-            if digest in self._pending:
-                job.outcomes[item] = Outcome.PENDING
-                continue
-            slot = -1 if replace else self._readable_slot(digest)
-            if slot >= 0:
-                self.index.touch(slot)
-                job.outcomes[item] = Outcome.PRESENT
-                continue
-            self._pending.add(digest)
-            wanted.append(item)
+        wanted, present = [], []
+        pending, outcomes = self._pending, job.outcomes
+        slots = [-1] * len(digests) if replace else self.index.find_each(digests)
+        for item, (digest, slot) in enumerate(zip(digests, slots, strict=True)):
+            if digest in pending:
+                outcomes[item] = Outcome.PENDING
+            elif slot >= 0 and self._keys.readable(self.index.key_number(slot)):
+                present.append(slot)
+                outcomes[item] = Outcome.PRESENT
+            else:
+                pending.add(digest)
+                wanted.append(item)
+        self.index.touch_each(present)
         return wanted
 
     def plan_load(self, job: Job, space: bytes, keys: Sequence[bytes], views: list[list[memoryview]]) -> list[Run]:
         """Hold the slots of the blocks that are there; outcomes of the others are set."""
-        digests = [self._keys.block_digest(space, key) for key in keys]
+        digests = self._keys.block_digests(space, keys)
         found: list[tuple[int, int]] = []
-        positions = range(self._ranks)
+        readable: dict[int, bool] = {}
         runs = []
         with self.lock:
-            for item, digest in enumerate(digests):
-                slot = self.index.find(digest)
+            index = self.index
+            for item, slot in enumerate(index.find_each(digests)):
                 if slot < 0:
                     continue
-                if not self._keys.readable(self.index.key_number(slot)):
-                    self.index.discard(slot)
+                number = index.key_number(slot)
+                if number not in readable:
+                    readable[number] = self._keys.readable(number)
+                if not readable[number]:
+                    index.discard(slot)
                     job.outcomes[item] = Outcome.EXPIRED
-                elif self.index.hold(slot):
-                    self.index.touch(slot)
+                elif index.hold(slot):
                     found.append((slot, item))
+            index.touch_each([slot for slot, _item in found])
             found.sort()
-            for span in adjacent([slot for slot, _item in found], self.run_slots):
-                part = [found[k] for k in span]
+            slots, items = [slot for slot, _item in found], [item for _slot, item in found]
+            for span in adjacent(slots, self._load_slots):
+                part = items[span.start : span.stop]
                 runs.append(
                     Run(
                         job,
-                        items=[item for _slot, item in part],
-                        seals=[self.index.seal(slot) for slot, _item in part],
-                        digests=[digests[item] for _slot, item in part],
-                        views=[[views[item][position] for _slot, item in part] for position in positions],
-                        tags=[[self.index.tag(slot, position) for slot, _item in part] for position in positions],
+                        items=part,
+                        seals=index.seals(slots[span.start], len(span)),
+                        digests=[digests[item] for item in part],
+                        views=[[column[item] for item in part] for column in views],
+                        tags=index.tags(slots[span.start], len(span)),
                     )
                 )
         return runs
 
     # Settling.
 
-    def note(self, run: Run, verdicts: Sequence[Outcome], failure: Exception | None, path: str) -> bool:
+    def note(self, run: Run, verdicts: list[Outcome], failure: Exception | None, path: str) -> bool:
         """One rank of a run has been moved, or has failed; True when that was the last task of the job."""
         job = run.job
         with self.lock:
@@ -182,12 +190,14 @@ class SlotBook:
                 self.errors[errno.errorcode.get(number or 0, type(failure).__name__)] += 1
                 run.bad_medium = run.bad_medium or number == errno.EIO
                 job.error = job.error or f"{path}: {failure}"
-            for k, verdict in enumerate(verdicts):
-                known = run.verdicts[k]
-                run.verdicts[k] = verdict if known is None or known.ok else known
+            if run.verdicts is None:
+                run.verdicts = verdicts
+            else:  # of several ranks the first that failed is told
+                pairs = zip(run.verdicts, verdicts, strict=True)
+                run.verdicts = [new if known.ok else known for known, new in pairs]
             run.ranks_left -= 1
             if not run.ranks_left:
-                self._finish_run(run)
+                self._finish_run(run, run.verdicts)
             job.tasks_left -= 1
             return not job.tasks_left
 
@@ -202,38 +212,54 @@ class SlotBook:
         with self.lock:
             self.errors[name] += 1
 
-    def _finish_run(self, run: Run) -> None:
+    def _finish_run(self, run: Run, verdicts: list[Outcome]) -> None:
         job = run.job
-        good = [verdict is not None and verdict.ok for verdict in run.verdicts]
         if job.kind == "load":
-            self._finish_load(run, good)
-        elif not all(good):  # one rank's failure fails the whole run: a slot is valid only if all ranks wrote it
-            self._free(run)
-        elif self._external:
-            run.verdicts = [Outcome.WRITTEN] * len(run.items)
-            self._awaiting.setdefault(job.job_id, []).append(run)
-        elif not self._commit(run):
-            run.verdicts = [Outcome.EXPIRED] * len(run.items)
-        good = [verdict is not None and verdict.ok for verdict in run.verdicts]
-        moved = self._block_bytes * sum(good)
-        job.transferred_bytes += moved
-        if job.kind == "load":
-            self.loaded_bytes += moved
+            good = verdicts.count(Outcome.LOADED)
+            self._finish_load(run, verdicts, good)
+            self.loaded_bytes += self._block_bytes * good
         else:
-            self.stored_bytes += moved
+            good = self._finish_store(run, verdicts)
+            self.stored_bytes += self._block_bytes * good
+        job.transferred_bytes += self._block_bytes * good
         if run.bad_medium:
             until = self._clock() + self._quarantine_s
-            self._quarantine.extend((until, seal.slot) for seal in run.seals if self.index.quarantine(seal.slot))
-        for item, verdict in zip(run.items, run.verdicts, strict=True):
-            job.outcomes[item] = verdict or Outcome.IO_ERROR
+            for seal, verdict in zip(run.seals, verdicts, strict=True):
+                if verdict is Outcome.IO_ERROR and self.index.quarantine(seal.slot):
+                    self._quarantine.append((until, seal.slot))
+        for item, verdict in zip(run.items, verdicts, strict=True):
+            job.outcomes[item] = verdict
 
-    def _finish_load(self, run: Run, good: list[bool]) -> None:
+    def _finish_store(self, run: Run, verdicts: list[Outcome]) -> int:
+        """Commit, or leave to `settle`, what every rank wrote; free the rest. Returns the blocks written."""
+        count = len(verdicts)
+        if verdicts.count(Outcome.STORED) == count:
+            parts = [range(count)]
+        else:  # a slot is valid only if all ranks wrote it
+            self._free(run.part([k for k in range(count) if not verdicts[k].ok]))
+            good = [k for k in range(count) if verdicts[k].ok]
+            parts = [range(good[span.start], good[span.start] + len(span)) for span in adjacent(good, count)]
+        written = 0
+        for part in parts:
+            whole = run if len(part) == count else run.part(part)
+            outcome = Outcome.STORED
+            if self._external:
+                outcome = Outcome.WRITTEN
+                self._awaiting.setdefault(run.job.job_id, []).append(whole)
+            elif not self._commit(whole):
+                outcome = Outcome.EXPIRED
+            verdicts[part.start : part.stop] = [outcome] * len(part)
+            written += len(part) if outcome.ok else 0
+        return written
+
+    def _finish_load(self, run: Run, verdicts: list[Outcome], good: int) -> None:
         index = self.index
-        for k, seal in enumerate(run.seals):
-            # The slot may hold another block by now only if this one was discarded, so look before forgetting.
-            if not good[k] and index.find(run.digests[k]) == seal.slot and index.seal(seal.slot) == seal:
-                index.discard(seal.slot)
-            index.unhold(seal.slot)
+        if good < len(verdicts):
+            for seal, digest, verdict in zip(run.seals, run.digests, verdicts, strict=True):
+                # The slot may hold another block by now only if this one was discarded, so look before forgetting.
+                if not verdict.ok and index.find(digest) == seal.slot and index.seal(seal.slot) == seal:
+                    index.discard(seal.slot)
+        index.unhold(run.slots)
 
     def _commit(self, run: Run) -> int:
         """Make a written run findable, unless its key went meanwhile; returns the blocks made findable."""
@@ -241,13 +267,12 @@ class SlotBook:
             self._free(run)
             return 0
         self._pending.difference_update(run.digests)
-        for k, seal in enumerate(run.seals):
-            self.index.commit(seal.slot, run.digests[k], [tags[k] for tags in run.tags])
+        self.index.commit(run.first_slot, run.digests, run.tags)
         return len(run.seals)
 
     def _free(self, run: Run) -> None:
         self._pending.difference_update(run.digests)
-        self.index.release([seal.slot for seal in run.seals])
+        self.index.release(run.slots)
 
     def settle(self, job_id: int, *, keep: bool) -> int:
         """Commit or free what a job with external confirmation wrote; returns the number of blocks."""

@@ -25,9 +25,10 @@ class StoreConfig:
     """Sizes in bytes, times in seconds.
 
     `files`: the slot files that this store owns, in the order of `ranks`; relative to `directory_fd` where that is
-    given. `slots`: None takes what the smallest file holds. `run_bytes`: how much adjacent data one pwritev or preadv
-    moves at most (at least one slot). `confirm`: "local" makes a block findable when this store's ranks are written;
-    "external" when `confirm(job_id)` says that the other ranks' processes wrote theirs too.
+    given. `slots`: None takes what the smallest file holds. `run_bytes`: how much adjacent data one pwritev moves at
+    most (at least one slot), and the size of each of the `io_depth` + 1 buffers; a preadv moves at most 1 MiB of it.
+    `confirm`: "local" makes a block findable when this store's ranks are written; "external" when `confirm(job_id)`
+    says that the other ranks' processes wrote theirs too.
     """
 
     files: tuple[str, ...]
@@ -41,7 +42,7 @@ class StoreConfig:
     seal_slots: bool = True
     eviction: Literal["lru", "arc"] = "lru"
     io_depth: int = 4
-    run_bytes: int = 1 << 20
+    run_bytes: int = 4 << 20
     direct: bool = True
     harden_process: bool = True
     confirm: Literal["local", "external"] = "local"

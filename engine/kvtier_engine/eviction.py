@@ -9,7 +9,7 @@ index calls them under its lock. ARC remembers the digests of blocks that it evi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, Protocol
 
 from kvtier_engine.digest_table import DigestTable
@@ -41,6 +41,28 @@ class NodeLists:
         self._member[node] = number + 1
         self.lengths[number] += 1
 
+    def push_row(self, number: int, first: int, count: int) -> None:
+        """As `push` for the nodes `first`, `first`+1, … in this order."""
+        end, last = self._nodes + number, first + count - 1
+        before = self._next[end]
+        # The last pushed is the most recent: each node's next is its lower neighbour.
+        self._next[first : last + 1] = array("I", (before, *range(first, last)))
+        self._previous[first : last + 1] = array("I", (*range(first + 1, last + 1), end))
+        self._next[end], self._previous[before] = last, first
+        self._member[first : last + 1] = bytes((number + 1,)) * count
+        self.lengths[number] += count
+
+    def renew(self, number: int, nodes: Iterable[int]) -> None:
+        """Put nodes of this list at its recent end, in this order."""
+        following, previous = self._next, self._previous
+        end = self._nodes + number
+        for node in nodes:
+            after, before = following[node], previous[node]
+            following[before], previous[after] = after, before
+            first = following[end]
+            following[node], previous[node] = first, end
+            following[end] = previous[first] = node
+
     def take(self, node: int) -> None:
         """Take a node out of its list."""
         following, previous = self._next[node], self._previous[node]
@@ -67,11 +89,11 @@ class EvictionPolicy(Protocol):
 
     nodes: int
 
-    def admitted(self, slot: int, digest: bytes) -> None:
-        """A block that was not in the table came to stand in `slot`; the caller then inserts its digest."""
+    def admitted(self, first: int, digests: Sequence[bytes]) -> None:
+        """Blocks that no slot held came to stand in the slots from `first` on; the caller then inserts their digests."""
 
-    def touched(self, slot: int) -> None:
-        """The block in `slot` was used."""
+    def touched(self, slots: Iterable[int]) -> None:
+        """The blocks in `slots` were used, in this order."""
 
     def removed(self, slot: int) -> None:
         """The block in `slot` is gone for another reason than eviction."""
@@ -90,12 +112,11 @@ class Lru:
         self.nodes = slots
         self._lists = NodeLists(slots, 1)
 
-    def admitted(self, slot: int, digest: bytes) -> None:  # noqa: ARG002
-        self._lists.push(0, slot)
+    def admitted(self, first: int, digests: Sequence[bytes]) -> None:
+        self._lists.push_row(0, first, len(digests))
 
-    def touched(self, slot: int) -> None:
-        self._lists.take(slot)
-        self._lists.push(0, slot)
+    def touched(self, slots: Iterable[int]) -> None:
+        self._lists.renew(0, slots)
 
     def removed(self, slot: int) -> None:
         self._lists.take(slot)
@@ -124,7 +145,11 @@ class Arc:
         self._free_ghosts = array("I", range(self.nodes - 1, slots - 1, -1))
         self.target = 0.0  # of _T1, in slots ("p" in the paper)
 
-    def admitted(self, slot: int, digest: bytes) -> None:
+    def admitted(self, first: int, digests: Sequence[bytes]) -> None:
+        for slot, digest in enumerate(digests, first):
+            self._admit(slot, digest)
+
+    def _admit(self, slot: int, digest: bytes) -> None:
         lists = self._lists
         ghost = self._table.find(digest)
         if ghost < 0:
@@ -140,9 +165,10 @@ class Arc:
         self._forget(ghost)
         lists.push(_T2, slot)
 
-    def touched(self, slot: int) -> None:
-        self._lists.take(slot)
-        self._lists.push(_T2, slot)
+    def touched(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._lists.take(slot)
+            self._lists.push(_T2, slot)
 
     def removed(self, slot: int) -> None:
         self._lists.take(slot)

@@ -2,7 +2,8 @@
 
 One record per slot in flat arrays: digest 16 bytes, tags 16 per rank, counter 8, key number 4, generation 4, state 1,
 readers 2, pins 2, links 8, list 1, table entries 16, free list 4; ARC adds 45 for its ghosts. Not thread-safe: the store
-calls it under its lock.
+calls it under its lock. Blocks of one run stand in adjacent slots, so most of what is done to them is one slice of each
+array, not a loop.
 
 States: FREE → WRITING (taken for a store) → READY (all ranks written; findable) → FREE, or DOOMED while it is still
 being read: no longer findable, not yet reusable.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Final, Literal
 
 import numpy as np
@@ -27,6 +29,7 @@ _READY: Final = 2
 _DOOMED: Final = 3
 _QUARANTINED: Final = 4
 _MOST: Final = (1 << 16) - 1
+_GENERATIONS: Final = (1 << 32) - 1
 
 
 class SlotIndex:
@@ -60,25 +63,49 @@ class SlotIndex:
         node = self._table.find(digest)
         return node if node < self.slots else -1
 
+    def find_each(self, digests: Sequence[bytes]) -> list[int]:
+        """As `find`, for a batch."""
+        slots = self.slots
+        return [node if node < slots else -1 for node in self._table.find_each(digests)]
+
     def seal(self, slot: int) -> SlotSeal:
         return SlotSeal(self._keys[slot], slot, self._generations[slot], self._counters[slot])
+
+    def seals(self, first: int, count: int) -> list[SlotSeal]:
+        """As `seal`, for adjacent slots."""
+        end = first + count
+        fields = zip(
+            self._keys[first:end],
+            range(first, end),
+            self._generations[first:end],
+            self._counters[first:end],
+            strict=True,
+        )
+        return list(map(SlotSeal._make, fields))
 
     def key_number(self, slot: int) -> int:
         return self._keys[slot]
 
-    def tag(self, slot: int, position: int) -> bytes:
-        """The tag of the file at `position` among this store's files."""
-        start = (slot * self._ranks + position) * self._tag_bytes
-        return bytes(self._tags[start : start + self._tag_bytes])
+    def tags(self, first: int, count: int) -> list[list[bytes]]:
+        """The tags of adjacent slots: one list for each of this store's files."""
+        size, ranks = self._tag_bytes, self._ranks
+        data = bytes(self._tags[first * ranks * size : (first + count) * ranks * size])
+        tags = [data[start : start + size] for start in range(0, len(data), size)] if size else [b""] * (count * ranks)
+        return [tags[position::ranks] for position in range(ranks)]
 
     def touch(self, slot: int) -> None:
-        self._policy.touched(slot)
+        self._policy.touched((slot,))
+
+    def touch_each(self, slots: Sequence[int]) -> None:
+        """As `touch`, in this order."""
+        self._policy.touched(slots)
 
     # Storing.
 
     def allocate(self, count: int) -> list[int]:
         """Up to `count` slots for writing, ascending, so that a batch stands together; evicts when none is free."""
-        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        taken = self._free[max(0, len(self._free) - count) :].tolist()
+        del self._free[len(self._free) - len(taken) :]
         if len(taken) < count:
             victims = []
             for slot in self._policy.victims():
@@ -94,28 +121,36 @@ class SlotIndex:
             self.evictions += len(victims)
             taken += victims
         taken.sort()
+        states, generations = self._states, self._generations
         for slot in taken:  # counted up before the first byte is written
-            self._states[slot] = _WRITING
-            self._generations[slot] = (self._generations[slot] + 1) & 0xFFFFFFFF
+            states[slot] = _WRITING
+            generations[slot] = generations[slot] + 1 & _GENERATIONS
         return taken
 
-    def describe(self, slot: int, *, key_number: int, counter: int) -> SlotSeal:
-        """Note what the block being written into `slot` is sealed with."""
-        self._keys[slot], self._counters[slot] = key_number, counter
-        return self.seal(slot)
+    def describe(self, first: int, count: int, *, key_number: int, counter: int) -> list[SlotSeal]:
+        """Note what the blocks being written into adjacent slots are sealed with: counters go up from `counter`."""
+        end = first + count
+        self._keys[first:end] = array("I", (key_number,)) * count
+        self._counters[first:end] = array("Q", range(counter, counter + count))
+        return self.seals(first, count)
 
-    def commit(self, slot: int, digest: bytes, tags: Sequence[bytes]) -> None:
-        """All ranks are written: the block is findable. An older block of the same name goes."""
-        old = self.find(digest)
-        if old >= 0:
-            self.discard(old)
-        start, length = slot * self._ranks * self._tag_bytes, self._ranks * self._tag_bytes
-        self._tags[start : start + length] = b"".join(tags)
-        self._policy.admitted(slot, digest)
-        self._table.insert(digest, slot)
-        self._states[slot] = _READY
-        self._pins[slot] = 0
-        self.ready += 1
+    def commit(self, first: int, digests: Sequence[bytes], tags: Sequence[Sequence[bytes]]) -> None:
+        """All ranks of adjacent slots are written: their blocks are findable. Older ones of the same names go.
+
+        `tags`: one list for each file, as `tags` gives it. The digests differ.
+        """
+        for old in self.find_each(digests):
+            if old >= 0:
+                self.discard(old)
+        count = len(digests)
+        end, size = first + count, self._ranks * self._tag_bytes
+        flat = tags[0] if self._ranks == 1 else chain.from_iterable(zip(*tags, strict=True))
+        self._tags[first * size : end * size] = b"".join(flat)
+        self._policy.admitted(first, digests)
+        self._table.insert_each(digests, first)
+        self._states[first:end] = bytes((_READY,)) * count
+        self._pins[first:end] = array("H", (0,)) * count
+        self.ready += count
 
     def release(self, slots: Iterable[int]) -> None:
         """Give back slots taken by `allocate` that will not be committed."""
@@ -146,11 +181,13 @@ class SlotIndex:
         self._readers[slot] += 1
         return True
 
-    def unhold(self, slot: int) -> None:
-        self._readers[slot] -= 1
-        if self._states[slot] == _DOOMED and not self._readers[slot]:
-            self._states[slot] = _FREE
-            self._free.append(slot)
+    def unhold(self, slots: Iterable[int]) -> None:
+        readers, states = self._readers, self._states
+        for slot in slots:
+            readers[slot] = left = readers[slot] - 1
+            if not left and states[slot] == _DOOMED:
+                states[slot] = _FREE
+                self._free.append(slot)
 
     def quarantine(self, slot: int) -> bool:
         """Keep a FREE slot that failed from being taken; False when it is not free."""

@@ -81,7 +81,7 @@ class JobBoard:
     def __init__(self, on_finished: Callable[[], None] | None = None) -> None:
         self._open: set[int] = set()
         self._finished: dict[int, JobResult] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._on_finished = on_finished
 
     def open(self, job_id: int, kind: JobKind, items: int) -> Job:

@@ -1,4 +1,4 @@
-"""Sealing and opening one slot: AES-256-GCM between the caller's memory and a staging buffer.
+"""Sealing and opening slots: AES-256-GCM between the caller's memory and a staging buffer.
 
 The format is in docs/formats.md, "Slot". A slot on disk is ciphertext and nothing else; the 16-byte tag, the counter,
 the generation and the key number stay in memory. This module knows bytes, not keys' lives (`keys`) nor files.
@@ -7,12 +7,13 @@ the generation and the key number stay in memory. This module knows bytes, not k
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-__all__ = ["TAG_BYTES", "SlotSeal", "TierBinding", "open_slot", "seal_slot"]
+__all__ = ["TAG_BYTES", "SlotSeal", "TierBinding", "open_slot", "seal_slots"]
 
 TAG_BYTES: Final = 16
 _NONCE: Final = struct.Struct(">IQ")  # rank, counter
@@ -43,15 +44,25 @@ class TierBinding:
         return self.prefix + _AAD.pack(seal.key_number, rank, seal.slot, seal.generation, seal.counter)
 
 
-def seal_slot(
-    aead: AESGCM, binding: TierBinding, seal: SlotSeal, *, rank: int, plain: memoryview, room: memoryview
-) -> bytes:
-    """Encrypt `plain` into the start of `room` (16 bytes longer, not overlapping); returns the tag."""
-    size = len(plain)
-    aead.encrypt_into(
-        _NONCE.pack(rank, seal.counter), plain, binding.associated_data(seal, rank), room[: size + TAG_BYTES]
-    )
-    return bytes(room[size : size + TAG_BYTES])
+def seal_slots(
+    aead: AESGCM,
+    binding: TierBinding,
+    seals: Sequence[SlotSeal],
+    *,
+    rank: int,
+    plains: Sequence[memoryview],
+    rooms: Sequence[memoryview],
+) -> list[bytes]:
+    """Encrypt each of `plains` into its room, which is 16 bytes longer and does not overlap it; returns the tags.
+
+    A room may end where the next begins, in those 16 bytes: a tag is taken out before the next slot is sealed.
+    """
+    encrypt, nonce, associated, prefix = aead.encrypt_into, _NONCE.pack, _AAD.pack, binding.prefix
+    tags = []
+    for (number, slot, generation, counter), plain, room in zip(seals, plains, rooms, strict=True):
+        encrypt(nonce(rank, counter), plain, prefix + associated(number, rank, slot, generation, counter), room)
+        tags.append(room[-TAG_BYTES:].tobytes())
+    return tags
 
 
 def open_slot(
@@ -64,18 +75,15 @@ def open_slot(
     room: memoryview,
     plain: memoryview,
 ) -> bool:
-    """Decrypt the first len(plain) bytes of `room` into `plain`; False when they are not what was sealed.
+    """Decrypt all but the last 16 bytes of `room` into `plain`; False when they are not what was sealed.
 
-    `room` is 16 bytes longer than `plain`; those bytes are overwritten with the tag. On False `plain` is all zeros:
-    the cipher writes before it has verified, and unverified bytes must not reach anyone.
+    Those 16 bytes are overwritten with the tag. On False `plain` is all zeros: the cipher writes before it has
+    verified, and unverified bytes must not reach anyone.
     """
-    size = len(plain)
-    room[size : size + TAG_BYTES] = tag
+    room[-TAG_BYTES:] = tag
     try:
-        aead.decrypt_into(
-            _NONCE.pack(rank, seal.counter), room[: size + TAG_BYTES], binding.associated_data(seal, rank), plain
-        )
+        aead.decrypt_into(_NONCE.pack(rank, seal.counter), room, binding.associated_data(seal, rank), plain)
     except InvalidTag:
-        plain[:] = bytes(size)
+        plain[:] = bytes(len(plain))
         return False
     return True

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from kvtier_api.errors import EngineError
 from kvtier_engine import kernel_calls
+from kvtier_engine.sealing import TAG_BYTES
 
 __all__ = ["PAGE_BYTES", "StagingBuffer", "StagingRing", "aligned_memory"]
 
@@ -39,36 +40,43 @@ def aligned_memory(size_bytes: int) -> mmap.mmap:
 
 
 class StagingBuffer(NamedTuple):
-    """`run`: the slots and a page; `scratch`: one slot, for a block that must be padded before it is sealed."""
+    """`run`: the slots and a page; `scratch`: one slot, for a block that must be padded before it is sealed.
+
+    `rooms`: for each slot of `run` its bytes and the tag's behind them, which are the next one's first.
+    """
 
     run: memoryview
     scratch: memoryview
+    rooms: tuple[memoryview, ...]
 
 
 class StagingRing:
-    """`count` buffers, lent one at a time."""
+    """`count` buffers of `run_slots` slots, lent one at a time."""
 
-    def __init__(self, *, count: int, run_bytes: int, slot_size_bytes: int) -> None:
+    def __init__(self, *, count: int, run_slots: int, slot_size_bytes: int) -> None:
+        run_bytes = run_slots * slot_size_bytes
         self.run_bytes = run_bytes
         self.count = count
         pages = -(-(run_bytes + PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
         runs = memoryview(aligned_memory(count * pages))
         scratches = memoryview(aligned_memory(count * slot_size_bytes))
         self.total_bytes = len(runs) + len(scratches)
-        self._free = [
-            StagingBuffer(
-                runs[number * pages : number * pages + run_bytes + PAGE_BYTES],
-                scratches[number * slot_size_bytes : (number + 1) * slot_size_bytes],
-            )
-            for number in range(count)
-        ]
-        self._changed = threading.Condition()
+        self._free = []
+        for number in range(count):
+            run = runs[number * pages : number * pages + run_bytes + PAGE_BYTES]
+            scratch = scratches[number * slot_size_bytes : (number + 1) * slot_size_bytes]
+            starts = range(0, run_bytes, slot_size_bytes)
+            rooms = tuple(run[start : start + slot_size_bytes + TAG_BYTES] for start in starts)
+            self._free.append(StagingBuffer(run, scratch, rooms))
+        self._changed = threading.Condition(threading.Lock())
         self._closed = False
 
     @contextmanager
-    def lend(self) -> Iterator[StagingBuffer]:
-        """One buffer for the length of the block; waits while all are lent."""
+    def lend(self, before_waiting: Callable[[], None] = lambda: None) -> Iterator[StagingBuffer]:
+        """One buffer for the length of the block; waits while all are lent, and calls `before_waiting` before it does."""
         with self._changed:
+            if not self._free:
+                before_waiting()
             while not self._free and not self._closed:
                 self._changed.wait()
             if self._closed:

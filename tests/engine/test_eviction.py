@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_engine.eviction import Arc
+from kvtier_engine.eviction import Arc, NodeLists
 from kvtier_engine.index import SlotIndex
 
 Policy = Literal["lru", "arc"]
@@ -23,8 +23,8 @@ def _digest(number: int) -> bytes:
 
 def _store(index: SlotIndex, number: int) -> None:
     (slot,) = index.allocate(1)
-    index.describe(slot, key_number=1, counter=0)
-    index.commit(slot, _digest(number), [bytes(16)])
+    index.describe(slot, 1, key_number=1, counter=0)
+    index.commit(slot, [_digest(number)], [[bytes(16)]])
 
 
 def _use(index: SlotIndex, number: int) -> bool:
@@ -47,6 +47,29 @@ def test_lru_keeps_what_was_used_last(uses: list[int]) -> None:
         if len(model) > 5:
             model.popitem(last=False)
     assert [index.find(_digest(number)) >= 0 for number in range(13)] == [number in model for number in range(13)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6), st.integers(0, 2)), max_size=40))
+def test_rows_of_nodes_stand_in_the_list_as_if_pushed_one_by_one(steps: list[tuple[int, int, int]]) -> None:
+    lists, model = NodeLists(16, 2), list[int]()  # the model: oldest first
+    for first, count, act in steps:
+        nodes = range(first, min(first + count, 16))
+        if act == 0 and not set(nodes) & set(model):
+            lists.push_row(1, first, len(nodes))
+            model += nodes
+        elif act == 1:
+            known = [node for node in reversed(nodes) if node in model]
+            lists.renew(1, known)
+            model = [node for node in model if node not in known] + known
+        elif act == 2 and first in model:
+            lists.take(first)
+            model.remove(first)
+        assert list(lists.from_oldest(1)) == model
+        assert lists.lengths == [0, len(model)]
+        assert [lists.list_of(node) for node in range(16)] == [1 if node in model else -1 for node in range(16)]
+        assert lists.oldest(1) == (model[0] if model else -1)
+        assert lists.oldest(0) == -1
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,9 +124,8 @@ def test_a_batch_gets_slots_that_stand_together_also_once_the_store_is_full(poli
     for first in range(0, 96, 8):
         slots = index.allocate(8)
         assert slots == list(range(slots[0], slots[0] + 8))
-        for k, slot in enumerate(slots):
-            index.describe(slot, key_number=1, counter=0)
-            index.commit(slot, _digest(first + k), [bytes(16)])
+        index.describe(slots[0], 8, key_number=1, counter=0)
+        index.commit(slots[0], [_digest(first + k) for k in range(8)], [[bytes(16)] * 8])
 
 
 _FULL_INDEX = """
@@ -111,7 +133,7 @@ import os, sys
 from kvtier_engine.index import SlotIndex
 def resident(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 policy, ranks, slots = sys.argv[1], int(sys.argv[2]), 200_000
-tags = [bytes(16)] * ranks
+tags = [[bytes(16)]] * ranks
 before = resident()
 index = SlotIndex(slots=slots, ranks=ranks, policy=policy)
 number = 0
@@ -119,8 +141,8 @@ for turn in range(2):  # the second turn evicts everything, and fills ARC's ghos
     for first in range(0, slots, 1000):
         for slot in index.allocate(1000):
             number += 1
-            index.describe(slot, key_number=1, counter=number)
-            index.commit(slot, (number * 0x9E3779B97F4A7C15).to_bytes(16, "little"), tags)
+            index.describe(slot, 1, key_number=1, counter=number)
+            index.commit(slot, [(number * 0x9E3779B97F4A7C15).to_bytes(16, "little")], tags)
 assert index.ready == slots
 print((resident() - before) / slots)
 """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine_material import HandClock
 from kvtier_api.errors import EngineError
 from kvtier_engine.keys import KeyRing
-from kvtier_engine.sealing import SlotSeal, TierBinding, seal_slot
+from kvtier_engine.sealing import SlotSeal, TierBinding, seal_slots
 
 AGE = 800.0  # epochs of 100 s
 
@@ -43,10 +43,16 @@ def test_no_nonce_is_used_twice_with_a_key(batches: list[tuple[int, int, int]], 
             number = ring.current(ring.tenant_space(bytes([tenant])), blocks * ranks)
             first = ring.reserve_counters(blocks)
             recorder = _NonceRecorder()
-            for k in range(blocks):
-                for rank in range(ranks):
-                    seal = SlotSeal(number, slot=3, generation=1, counter=first + k)
-                    seal_slot(recorder, binding, seal, rank=rank, plain=plain, room=room)  # type: ignore[arg-type]
+            seals = [SlotSeal(number, slot=3, generation=1, counter=first + k) for k in range(blocks)]
+            for rank in range(ranks):
+                seal_slots(
+                    recorder,  # type: ignore[arg-type]
+                    binding,
+                    seals,
+                    rank=rank,
+                    plains=[plain] * blocks,
+                    rooms=[room] * blocks,
+                )
             assert all(len(nonce) == 12 for nonce in recorder.nonces)
             seen.update((number, nonce) for nonce in recorder.nonces)
             total += len(recorder.nonces)
@@ -103,6 +109,16 @@ def test_each_tenant_and_each_epoch_has_a_key_of_its_own(clock: HandClock) -> No
     assert len(set(numbers)) == 3
     raw = [bytes(ring._memory.view(ring._by_number[number].cell)) for number in numbers]
     assert len(set(raw)) == 3
+    ring.close()
+
+
+def test_a_block_of_a_batch_has_the_name_that_it_has_alone() -> None:
+    ring = KeyRing(max_age_s=AGE, clock=HandClock())
+    spaces = [ring.tenant_space(tenant) for tenant in (b"a", b"b")]
+    keys = [bytes([k]) * k for k in range(40)]
+    names = [ring.block_digests(space, keys) for space in spaces]
+    assert names == [[ring.block_digest(space, key) for key in keys] for space in spaces]
+    assert len({*names[0], *names[1]}) == 80
     ring.close()
 
 

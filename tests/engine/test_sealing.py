@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier_engine.sealing import SlotSeal, TierBinding, open_slot, seal_slot
+from kvtier_engine.sealing import SlotSeal, TierBinding, open_slot, seal_slots
 
 SIZE = 4096
 KEY = AESGCM(os.urandom(32))
@@ -19,7 +19,7 @@ SEAL = SlotSeal(key_number=7, slot=3, generation=2, counter=99)
 
 def _sealed(plain: bytes) -> tuple[bytearray, bytes]:
     room = bytearray(SIZE + 16)
-    tag = seal_slot(KEY, BINDING, SEAL, rank=1, plain=memoryview(plain), room=memoryview(room))
+    (tag,) = seal_slots(KEY, BINDING, [SEAL], rank=1, plains=[memoryview(plain)], rooms=[memoryview(room)])
     return room, tag
 
 
@@ -40,6 +40,17 @@ def test_what_was_sealed_opens_and_the_slot_is_ciphertext_of_the_same_size() -> 
     assert b"prompt" not in room
     assert len(tag) == 16
     assert _open(room, tag) == plain
+
+
+def test_slots_sealed_side_by_side_keep_their_tags_though_each_overwrites_the_one_before() -> None:
+    seals = [SEAL._replace(slot=k, counter=k) for k in range(5)]
+    plains = [memoryview(os.urandom(SIZE)) for _ in seals]
+    run = bytearray(5 * SIZE + 16)
+    rooms = [memoryview(run)[k * SIZE : (k + 1) * SIZE + 16] for k in range(5)]
+    tags = seal_slots(KEY, BINDING, seals, rank=1, plains=plains, rooms=rooms)
+    assert len(set(tags)) == 5
+    for k in reversed(range(5)):
+        assert _open(bytearray(run[k * SIZE : (k + 1) * SIZE]) + bytes(16), tags[k], seal=seals[k]) == plains[k]
 
 
 @pytest.mark.parametrize("field", SlotSeal._fields)
