@@ -224,9 +224,7 @@ class SlotBook:
         job.transferred_bytes += self._block_bytes * good
         if run.bad_medium:
             until = self._clock() + self._quarantine_s
-            for seal, verdict in zip(run.seals, verdicts, strict=True):
-                if verdict is Outcome.IO_ERROR and self.index.quarantine(seal.slot):
-                    self._quarantine.append((until, seal.slot))
+            self._quarantine.extend((until, slot) for slot in run.slots if self.index.quarantine(slot))
         for item, verdict in zip(run.items, verdicts, strict=True):
             job.outcomes[item] = verdict
 
