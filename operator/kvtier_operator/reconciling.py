@@ -46,6 +46,8 @@ __all__ = ["Reconciler"]
 log = structlog.get_logger(__name__)
 _ROUNDS: Final = 4
 _GONE: Final = 2**63
+_CAN_WAIT: Final = frozenset({"requests", "tier_status", "announcements"})
+"""Parts of a plan that say what is. The others do something."""
 _NEWS_AT_MOST: Final = 10_000
 """Events of one tier that wait for the API server."""
 
@@ -122,6 +124,9 @@ class Reconciler:
                 self._moving.discard(key)
                 return todo.again_in_s
             reports.add(_reports(snapshot))
+            if len(reports) > 1 and _CAN_WAIT.issuperset(todo.parts()):
+                # There is news since the first write: others have their turn, and all that comes meanwhile is one write.
+                return 0.0
             if not left:
                 break
             self._teller.keep(key, todo.announcements)
@@ -130,7 +135,7 @@ class Reconciler:
             except (Conflict, Missing) as error:
                 log.info("memory was old", tier=_name(key), error=str(error))
                 await self._read_again(key)
-        if len(reports) > 1:  # agents report faster than a round takes: that is no failure, and others have their turn
+        if len(reports) > 1:  # agents report faster than a round takes: that is no failure
             return 0.0
         raise ApiProblem(
             f"not at rest after {_ROUNDS} rounds; to do: {', '.join(todo.parts())}",

@@ -40,7 +40,11 @@ _WORKERS: Final = 16
 _TELLERS: Final = 2
 _CANARY: Final[Key] = ("", "")
 _CANARY_S: Final = 10.0
+_REST_S: Final = 0.5
+"""Between two looks at one tier: of a roll-out each volume is news, and each status a write that others wait for."""
 _LOOK_S: Final = 0.1
+_WAY_S: Final = 0.25
+"""For so long an event waits for statuses."""
 _FIRST_LOOK_S: Final = 60.0
 """For so long at most kopf waits until every tier was looked at; memory's own watches tell what changes meanwhile."""
 
@@ -114,7 +118,7 @@ class Term:
 
     async def _begin(self, kube: Kube, memory: Memory, keeping: asyncio.Task[None]) -> None:
         queue: WorkQueue[Key] = WorkQueue()
-        poster = EventPoster(kube, self._settings.identity, self._metrics)
+        poster = EventPoster(kube, self._settings.identity, self._metrics, gives_way=lambda: _until_idle(queue))
         telling: WorkQueue[Key] = WorkQueue()
         limit = self._settings.history_limit
         view = memory.give(queue.add, self._metrics.erasure_recorded)
@@ -185,7 +189,7 @@ class Term:
             result = "done"
             try:
                 again_in_s = await reconciler.reconcile(key)
-                queue.done(key)
+                queue.done(key, rest_s=_REST_S)
                 if again_in_s is not None:
                     queue.add_after(key, again_in_s)
                 self._metrics.alive()
@@ -197,7 +201,7 @@ class Term:
                 self._metrics.reconciled(result, time.monotonic() - started)
 
     async def _tell(self, queue: WorkQueue[Key], reconciler: Reconciler) -> None:
-        """Events come after statuses: hands of their own, so that a burst of them delays none."""
+        """Events come after statuses: hands of their own, which give way, so that a burst of them delays none."""
         while True:
             key = await queue.take()
             again_in_s = await reconciler.tell(key)
@@ -234,6 +238,13 @@ class Term:
         while True:
             queue.add(_CANARY)
             await asyncio.sleep(_CANARY_S)
+
+
+async def _until_idle(queue: WorkQueue[Key]) -> None:
+    """Or for as long as an event may wait."""
+    until = time.monotonic() + _WAY_S
+    while queue.busy and time.monotonic() < until:
+        await asyncio.sleep(_WAY_S / 5)
 
 
 async def _no_defect(keeping: asyncio.Task[None]) -> None:

@@ -29,6 +29,7 @@ class WorkQueue(Generic[KeyT]):
         self._later: dict[KeyT, None] = {}
         self._turn = 0
         self._working: set[KeyT] = set()
+        self._resting: dict[KeyT, asyncio.TimerHandle] = {}
         self._again: set[KeyT] = set()
         self._timers: dict[KeyT, asyncio.TimerHandle] = {}
         self._failures: dict[KeyT, int] = {}
@@ -39,7 +40,7 @@ class WorkQueue(Generic[KeyT]):
         wait_s = self._not_before.get(key, 0.0) - asyncio.get_running_loop().time()
         if wait_s > 0:
             self.add_after(key, wait_s)
-        elif key in self._working:
+        elif key in self._working or key in self._resting:
             self._again.add(key)
         elif not (key in self._first or (can_wait and key in self._later)):
             if key in self._later:
@@ -72,11 +73,15 @@ class WorkQueue(Generic[KeyT]):
         self._working.add(key)
         return key
 
-    def done(self, key: KeyT) -> None:
-        """The work on `key` succeeded."""
+    def done(self, key: KeyT, *, rest_s: float = 0) -> None:
+        """The work on `key` succeeded. What asks for it within `rest_s` seconds gets it then, once for all of it."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
-        self._finish(key)
+        self._working.discard(key)
+        if rest_s > 0:
+            self._resting[key] = asyncio.get_running_loop().call_later(rest_s, self._rested, key)
+        else:
+            self._rested(key)
 
     def failed(self, key: KeyT, *, at_least_s: float = 0) -> float:
         """It did not: `key` comes back after a pause. Returns the pause in seconds.
@@ -93,8 +98,8 @@ class WorkQueue(Generic[KeyT]):
         self.add_after(key, pause_s)
         return pause_s
 
-    def _finish(self, key: KeyT) -> None:
-        self._working.discard(key)
+    def _rested(self, key: KeyT) -> None:
+        self._resting.pop(key, None)
         if key in self._again:
             self._again.discard(key)
             self.add(key)
@@ -104,10 +109,16 @@ class WorkQueue(Generic[KeyT]):
         """Keys that can wait, and do."""
         return len(self._later)
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that changed is worked on, or waits for it."""
+        return bool(self._first or self._working)
+
     def close(self) -> None:
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._resting.values()):
             timer.cancel()
         self._timers.clear()
+        self._resting.clear()
 
     def __len__(self) -> int:
         return len(self._first) + len(self._later) + len(self._working)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from kvtier_api.volume import VolumeState
+from kvtier_operator import term
 from kvtier_operator.facts import AgentFacts, TierFacts, VolumeFacts
 from kvtier_operator.view import View
 from kvtier_operator.work_queue import WorkQueue
@@ -150,6 +153,60 @@ def test_a_failure_comes_back_after_a_pause_that_grows_and_is_bounded() -> None:
         await queue.take()
         assert queue.failed("a", at_least_s=500) == 500, "what the server asks for (Retry-After) is kept"
         queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_changes_while_a_key_rests_is_one_look_afterwards() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("a")
+        queue.add("b")
+        assert await queue.take() == "a"
+        queue.done("a", rest_s=0.05)
+        for _ in range(3):
+            queue.add("a")
+        queue.add("c")
+        taken = [await asyncio.wait_for(queue.take(), 10) for _ in range(3)]
+        assert taken == ["b", "c", "a"], "others have their turn"
+        assert queue._ready.empty(), "once for all that came"
+        queue.done("a", rest_s=0.05)
+        assert not queue._again
+        queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_key_at_rest_for_which_nothing_came_is_not_taken_again() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("a")
+        queue.done(await queue.take(), rest_s=0.01)
+        while queue._resting:
+            await asyncio.sleep(0.01)
+        assert len(queue) == 0
+        queue.add("a")
+        assert await asyncio.wait_for(queue.take(), 10) == "a", "it may be asked for again"
+        queue.close()
+
+    asyncio.run(scenario())
+
+
+def test_events_give_way_to_statuses_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[tuple[str, str]] = WorkQueue()
+        queue.add(KEY)
+        key = await queue.take()
+        monkeypatch.setattr(term, "_WAY_S", 5.0)
+        waiting = asyncio.create_task(term._until_idle(queue))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        queue.done(key)
+        await asyncio.wait_for(waiting, 60)
+        monkeypatch.setattr(term, "_WAY_S", 0.01)
+        queue.add(KEY)
+        await asyncio.wait_for(term._until_idle(queue), 60)
 
     asyncio.run(scenario())
 
