@@ -7,14 +7,16 @@ import json
 import os
 import re
 import resource
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from engine_material import SLOT_BYTES, block
 from kvtier_engine import Outcome, Presence, SlotStore
@@ -82,6 +84,47 @@ def test_slots_that_are_not_adjacent_are_written_each_to_its_place(open_store: O
     assert _job(store, 2, range(20, 26)).success
     assert sorted(writes) == [(k * SLOT_BYTES, n * SLOT_BYTES) for k, n in ((1, 2), (5, 1), (9, 3))]
     assert _loaded(store, [*range(BLOCKS), *range(20, 26)]) == [0, 3, 4, 6, 7, 8, *range(20, 26)]
+
+
+# What each slot is sealed with.
+
+
+class _Recorder:
+    """Seals as AESGCM does, and notes key, nonce and associated data."""
+
+    def __init__(self, key: memoryview) -> None:
+        self._key, self._cipher = bytes(key), AESGCM(key)
+        self.decrypt_into = self._cipher.decrypt_into
+
+    sealed: ClassVar[list[tuple[bytes, bytes, bytes]]] = []
+
+    def encrypt_into(self, nonce: bytes, plain: memoryview, associated: bytes, room: memoryview) -> int:
+        self.sealed.append((self._key, nonce, associated))
+        return self._cipher.encrypt_into(nonce, plain, associated, room)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_no_store_seals_twice_with_one_nonce_or_for_one_generation_of_a_slot(
+    open_store: Opener, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_engine.keys.AESGCM", _Recorder)
+    monkeypatch.setattr(_Recorder, "sealed", [])
+    store = open_store(2, slots=BLOCKS, eviction=eviction)
+    number = 0
+    for first in (0, 6, 6, 20, 0):  # evicting, replacing, and leaving alone what is there
+        for tenant in (b"a", b"b"):
+            for replace in (False, True):
+                items = [(bytes([first + k]), [b"rank 0", block(k)]) for k in range(8)]
+                store.submit_store(number, items, tenant=tenant, replace=replace)
+                number += 1
+                assert store.drain(60)
+    assert all(result.success for result in store.finished())
+    sealed = _Recorder.sealed
+    assert len(sealed) >= 2 * 8 * 10
+    assert len({(key, nonce) for key, nonce, _associated in sealed}) == len(sealed)
+    # Key number, rank, slot, generation, counter: the first three and the generation tell every seal from every other.
+    fields = [struct.unpack(">QIQQQ", associated[-36:]) for _key, _nonce, associated in sealed]
+    assert len({(rank, slot, generation) for _number, rank, slot, generation, _counter in fields}) == len(sealed)
 
 
 # Faults in the middle of a run.
