@@ -204,7 +204,7 @@ def test_the_health_check_fails_where_nothing_serves(built: Built, run: Callable
 def test_nothing_of_the_build_is_left(built: Built) -> None:
     for folder in ("var/lib/apt/lists", "var/cache/apt", "var/log", "tmp", "var/tmp", "root/.cache", "run", "src"):
         left = [name for name in built.below(folder) if built.files[name].member.size]
-        assert left == [], folder
+        assert left[:3] == [], folder
     for name in built.files:
         assert not name.startswith(("wheel", "kvtier", "build")), name
         assert not name.endswith((".deb", ".whl", "/aux-cache")), name
@@ -241,7 +241,8 @@ def test_byte_code_is_there_and_depends_on_no_time(target: str, built: Built) ->
     flags = {
         name: int.from_bytes(built.files[name].read()[4:8], "little") for name in built.files if name.endswith(".pyc")
     }
-    assert [name for name, found in flags.items() if not found & BY_HASH] == []
+    by_time = [name for name, found in flags.items() if not found & BY_HASH]
+    assert by_time[:3] == []
     own = {name: found for name, found in flags.items() if name.startswith(VENV[target])}
     assert set(own.values()) == {BY_HASH}, "never compared: the image is not written to"
     for name in own:
