@@ -2,8 +2,8 @@
 
 Each arrow of a pod's volume makes the volume due. A report is of the row as it is now: the object, the record of an erasure,
 then the status, so that whoever reads `Erased` finds the record, and last the event. An outage changes nothing on the node;
-when it is over, what is due is told in the order of the arrows. `cursor` remembers over restarts. Only `recorded` makes anybody
-wait: a volume is shown to its pod once its object is in the API.
+when it is over, what is due is told in the order of the last arrows. `cursor` remembers over restarts. Only `recorded` makes
+anybody wait: a volume is shown to its pod once its object is in the API.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier_api.errors import InvalidResource, KvtierError, NotFound, NotPermitted
 from kvtier_api.meta import Condition
@@ -42,36 +42,49 @@ _REFUSED_AGAIN_S: Final = 60.0
 _RECORDED_S: Final = 30.0
 
 
+class Arrows(NamedTuple):
+    """The numbers of the first and of the last arrow of a volume that were not reported."""
+
+    first: int
+    last: int
+
+
 class Due:
-    """Volumes that have something to report, with the number of their first arrow that was not. Safe for threads."""
+    """Volumes that have something to report, with their arrows. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._due: dict[str, int] = {}
+        self._due: dict[str, Arrows] = {}
         self._last = 0
 
     def add(self, volume_id: str, arrow: int) -> None:
-        with self._lock:
-            self._due[volume_id] = min(arrow, self._due.get(volume_id, arrow))
-            self._last = max(self._last, arrow)
+        self.put_back(volume_id, Arrows(arrow, arrow))
 
     def again(self, volume_id: str) -> None:
         """It is due, though no arrow says so."""
         with self._lock:
-            self._due.setdefault(volume_id, self._last + 1)
+            self._due.setdefault(volume_id, Arrows(self._last + 1, self._last))
 
-    def take(self, volume_id: str) -> int:
+    def take(self, volume_id: str) -> Arrows:
         with self._lock:
             return self._due.pop(volume_id)
 
-    def in_order(self) -> list[str]:
+    def put_back(self, volume_id: str, arrows: Arrows) -> None:
+        """They were not reported after all; others may have come meanwhile."""
         with self._lock:
-            return sorted(self._due, key=self._due.__getitem__)
+            known = self._due.get(volume_id, arrows)
+            self._due[volume_id] = Arrows(min(arrows.first, known.first), max(arrows.last, known.last))
+            self._last = max(self._last, arrows.last)
+
+    def in_order(self) -> list[str]:
+        """By their last arrows: so records of erasures come in the order of their receipts, whatever came before them."""
+        with self._lock:
+            return sorted(self._due, key=lambda volume_id: self._due[volume_id].last)
 
     def told(self) -> int:
         """Every arrow up to this number is reported."""
         with self._lock:
-            return min([self._last, *(arrow - 1 for arrow in self._due.values())])
+            return min([self._last, *(arrows.first - 1 for arrows in self._due.values())])
 
     def reach(self, arrow: int) -> None:
         with self._lock:
@@ -231,20 +244,20 @@ class Reporter:
         await self._threads.run(lambda: self._cursor_file.save(cursor))
 
     async def _one(self, volume_id: str) -> None:
-        arrow = self._due.take(volume_id)
+        arrows = self._due.take(volume_id)
         try:
             await self._report(volume_id)
         except ApiUnavailable:
-            self._due.add(volume_id, arrow)
+            self._due.put_back(volume_id, arrows)
             raise
         except (NotPermitted, InvalidResource, NotFound) as error:
-            self._due.add(volume_id, arrow)
+            self._due.put_back(volume_id, arrows)
             self._refused(volume_id, error)
         except ValueError as error:  # pydantic's: a row that no object can be made of
-            self._due.add(volume_id, arrow)
+            self._due.put_back(volume_id, arrows)
             self._refused(volume_id, InvalidResource(str(error)[:500], obj=volume_id))
         except BaseException:
-            self._due.add(volume_id, arrow)
+            self._due.put_back(volume_id, arrows)
             raise
 
     def _refused(self, volume_id: str, error: KvtierError) -> None:

@@ -98,7 +98,7 @@ def test_nothing_counts_as_told_before_what_came_first_is() -> None:
     due = Due()
     for arrow, volume_id in enumerate(("a", "b", "a", "c"), start=1):
         due.add(volume_id, arrow)
-    assert due.in_order() == ["a", "b", "c"]
+    assert due.in_order() == ["b", "a", "c"]
     due.take("b")
     due.take("c")
     assert due.told() == 0, "arrow 1 is a's, and is not told"
@@ -119,3 +119,29 @@ def test_the_cursor_is_of_one_ledger_and_survives_damage(tmp_path: Path) -> None
         (tmp_path / "state" / "reported.json").write_bytes(damage)
         (tmp_path / "state" / "reported.json").chmod(0o600)
         assert CursorFile(str(tmp_path / "state")).load("first") == Cursor("first")
+
+
+def test_erasures_are_told_in_the_order_in_which_they_ended() -> None:
+    """Whatever was due of a volume before: an arrow that began sooner, or a condition that changed."""
+    due = Due()
+    due.add("first to begin", 1)
+    due.again("looked at")
+    due.add("first to end", 2)
+    due.add("first to end", 3)
+    due.add("first to begin", 4)
+    due.add("looked at", 5)
+    assert due.in_order() == ["first to end", "first to begin", "looked at"]
+    assert due.told() == 0
+    due.take("first to begin")
+    assert due.told() == 1
+
+
+def test_what_could_not_be_told_stays_due_with_what_came_meanwhile() -> None:
+    due = Due()
+    due.add("volume", 1)
+    due.add("other", 2)
+    taken = due.take("volume")
+    due.add("volume", 3)
+    due.put_back("volume", taken)
+    assert due.in_order() == ["other", "volume"]
+    assert due.told() == 0
