@@ -193,5 +193,6 @@ class Transfer:
                         buffer.scratch[:] = bytes(self._size)
 
     def _copy(self, run: Run, position: int, rank: int, buffer: StagingBuffer, outcomes: list[Outcome]) -> None:  # noqa: ARG002
-        for view, room in zip(run.views[position], buffer.rooms, strict=False):
-            view[:] = room[: len(view)]
+        for view, room, outcome in zip(run.views[position], buffer.rooms, outcomes, strict=False):
+            if outcome is Outcome.LOADED:  # else the buffer holds what was moved before
+                view[:] = room[: len(view)]

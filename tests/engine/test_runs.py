@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from engine_material import SLOT_BYTES, block
 from kvtier_engine import Outcome, Presence, SlotStore
+from kvtier_engine.runs import Run
+from kvtier_engine.transfer import Transfer
 from requirements import need_tool
 
 Opener = Callable[..., SlotStore]
@@ -250,6 +252,35 @@ def test_a_block_that_one_rank_could_not_write_is_lost_alone(open_store: Opener,
     assert store.stats().free == 16 - len(others)
     store._files[1].write = write  # type: ignore[method-assign]
     assert _job(store, 2, [4], ranks=3).outcomes == ((Outcome.STORED,) if confirm == "local" else (Outcome.WRITTEN,))
+
+
+def test_what_was_in_a_buffer_before_reaches_nobody_when_a_read_fails(
+    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(seal_slots=False, io_depth=1)
+    assert _job(store, 1, range(2)).success
+    read = store._files[0].read
+
+    def sick(offset: int, views: Sequence[memoryview]) -> None:
+        if not offset:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        read(offset, views)
+
+    monkeypatch.setattr(store._files[0], "read", sick)
+    seen: list[int] = []
+
+    class Watched(Transfer):
+        def _copy(self, run: Run, position: int, *others: Any) -> None:
+            super()._copy(run, position, *others)
+            seen.extend(view[0] for view in run.views[position])
+
+    store._transfer.__class__ = Watched
+    rooms = [memoryview(bytearray(b"\xee" * (SLOT_BYTES + 1)))[1:] for _ in range(2)]  # unaligned: through a buffer
+    store.submit_load(2, [(bytes([k]), [rooms[k]]) for k in range(2)], tenant=b"a")
+    assert store.drain(60)
+    assert store.finished()[0].outcomes == (Outcome.IO_ERROR, Outcome.LOADED)
+    assert seen == [0xEE, block((1, 0))[0]]
+    assert rooms[0] == bytes(SLOT_BYTES)
 
 
 # Threads.
