@@ -156,9 +156,8 @@ def _pip_secrets() -> Iterator[tuple[str, ...]]:
     """How this machine's pip reaches PyPI, for the time of a build and for no layer."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = {}
-    for (
-        line
-    ) in listed.stdout.splitlines():  # such as global.cert='/some/file'; those of the environment are listed last
+    # Such as global.cert='/some/file'; those of the environment are listed last.
+    for line in listed.stdout.splitlines():
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2].removeprefix("default-")] = value.strip("'\"")
     arguments: list[str] = []
