@@ -104,12 +104,11 @@ def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory
             obj=live.row.place,
             remedy="start the agent anew, and report it",
         )
-    waiting = containers.has_waiting()
+    waiting = containers.waiting()
     if not waiting and (containers.in_use() is not False or not written):
         return False
     done = _erase(live, between, place, slots)
-    if waiting:
-        containers.let_in()
+    containers.let_in(waiting)
     return done
 
 

@@ -16,7 +16,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Self
@@ -107,10 +107,10 @@ class Gate:
             self._forget_ended()
             return [pid for users in self._inside.values() for pid in users]
 
-    def has_waiting(self) -> bool:
-        """Whether a container that is new to the volume waits for the guardian."""
+    def waiting(self) -> frozenset[int]:
+        """Containers that are new to the volume and wait for the guardian: their mount namespaces."""
         with self._lock:
-            return bool(self._waiting)
+            return frozenset(each.namespace for each in self._waiting)
 
     @contextmanager
     def shut(self) -> Iterator[None]:
@@ -129,11 +129,11 @@ class Gate:
             self._empty = True
             self._entered = False
 
-    def let_in(self) -> None:
-        """All that wait go through: the volume is theirs too."""
+    def let_in(self, containers: Iterable[int]) -> None:
+        """Those of `waiting` go through: the volume is theirs too. Not one that came since."""
         with self._lock:
-            for each in self._waiting:
-                self._enter(each.namespace)
+            for namespace in containers:
+                self._enter(namespace)
             self._reopen()
 
     def close(self) -> None:

@@ -112,15 +112,21 @@ def test_nobody_goes_through_before_it_begins_and_while_it_is_shut(
 ) -> None:
     it = gate()
     first = opener()
-    Kubelet.wait("it waits", it.has_waiting)
+    Kubelet.wait("it waits", it.waiting)
     it.begin([], empty=True)
     assert said(first) == b"4"
     with it.shut():
         second = opener()
-        Kubelet.wait("it waits", it.has_waiting)
-    assert it.has_waiting(), "another one is inside: that is for the guardian to look at"
-    it.let_in()
+        Kubelet.wait("it waits", it.waiting)
+    waiting = it.waiting()
+    assert waiting, "another one is inside: that is for the guardian to look at"
+    third = opener()
+    Kubelet.wait("another one came since", lambda: len(it.waiting()) == 2)
+    it.let_in(waiting)
     assert said(second) == b"4"
+    assert len(it.waiting()) == 1
+    it.let_in(it.waiting())
+    assert said(third) == b"4"
 
 
 def test_who_waits_too_long_is_refused(
@@ -138,7 +144,7 @@ def test_who_waits_when_it_closes_is_refused(
     it = gate()
     it.begin([], empty=False)
     first = opener()
-    Kubelet.wait("it waits", it.has_waiting)
+    Kubelet.wait("it waits", it.waiting)
     it.close()
     assert said(first) == b"refused: 1"
 
@@ -158,8 +164,8 @@ def test_the_number_of_a_dead_containers_namespace_lets_nobody_in(
     numbers = set()
     for _ in range(6):
         process = opener()
-        Kubelet.wait("it came", lambda: it.has_waiting() or it.in_use())
-        assert it.has_waiting() is bool(numbers), "the first one alone goes through"
+        Kubelet.wait("it came", lambda: bool(it.waiting()) or it.in_use())
+        assert bool(it.waiting()) is bool(numbers), "the first one alone goes through"
         numbers.add(os.stat(f"/proc/{process.pid}/ns/mnt").st_ino)
         process.kill()
         process.wait()
@@ -173,7 +179,7 @@ def test_after_it_was_emptied_the_next_container_goes_through(
     it = gate()
     it.begin([], empty=False)
     first = opener()
-    Kubelet.wait("it waits", it.has_waiting)
+    Kubelet.wait("it waits", it.waiting)
     with it.shut():
         it.emptied()
     assert said(first) == b"4"
@@ -202,7 +208,7 @@ def test_a_later_process_of_a_container_goes_through_and_keeps_others_out_when_t
         first.kill()
         first.wait()
         opener()
-        Kubelet.wait("the next container waits", it.has_waiting)
+        Kubelet.wait("the next container waits", it.waiting)
         assert it.in_use() is True
     finally:
         later.kill()
@@ -215,7 +221,7 @@ def test_a_container_that_was_there_before_the_gate_is_inside(
 ) -> None:
     it = gate()
     first = opener()
-    Kubelet.wait("it waits", it.has_waiting)
+    Kubelet.wait("it waits", it.waiting)
     it.begin([PidFd.open(first.pid)], empty=False)
     assert said(first) == b"4"
 
