@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -41,6 +40,7 @@ from kvtier_node.csi.server import CsiOptions, CsiService
 from kvtier_node.csi.surroundings import ContainerUser, PodFacts
 from kvtier_node.endpoints import Listen
 from kvtier_node.event_log import Log, configure
+from kvtier_node.kernel import loop
 from kvtier_node.ledger import Ledger, Transition, VolumeRow
 from kvtier_node.node import Node
 from kvtier_node.pods.consumer import PodIdentity
@@ -413,15 +413,7 @@ class Kubelet:
 
     def left_over(self) -> list[str]:
         """Mounts and loop devices of this test that are still there."""
-        devices = []
-        for device in Path("/sys/block").glob("loop*/loop/backing_file"):
-            try:
-                if str(self.base) in device.read_text():
-                    devices.append(device.parent.parent.name)
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # it goes while it is looked at
-                    raise
-        return [*self.mounts(), *devices]
+        return [*self.mounts(), *(name for name, path in loop.backing_paths().items() if str(self.base) in path)]
 
     def clean_up(self) -> None:
         """End the agent, take away what it left of mounts and loop devices, show its log, and remove the folder."""

@@ -6,7 +6,6 @@ device or process that is still there then fails the test.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -29,7 +28,7 @@ from kvtier_api.erasure import Trigger
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
-from kvtier_node.kernel import libc, mounts
+from kvtier_node.kernel import libc, loop, mounts
 from kvtier_node.ledger import Observer
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
@@ -307,15 +306,7 @@ class Host:
         return [entry.mount_point for entry in mounts.mountinfo() if entry.mount_point.startswith(f"{self.base}/")]
 
     def _all_loops(self) -> list[str]:
-        found = []
-        for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-            try:
-                if path.read_text().startswith(f"{self.base}/"):
-                    found.append(f"/dev/{path.parts[3]}")
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # it goes while it is looked at
-                    raise
-        return found
+        return [f"/dev/{name}" for name, path in loop.backing_paths().items() if path.startswith(f"{self.base}/")]
 
     def loops(self) -> list[str]:
         """Loop devices on our images, but for those that only a mount namespace of a stranger's holds.

@@ -27,6 +27,7 @@ import node_namespaces
 import yaml
 from controlplane import ControlPlane, binary, die_with_parent, free_ports, need_tools, wait_until
 
+from kvtier_node.kernel import loop
 from requirements import missing, need_root, need_tool
 
 __all__ = ["NODE", "Node", "need_node"]
@@ -460,12 +461,10 @@ class Node:
         inodes = {(info.st_dev, info.st_ino) for info in images}
         volumes = self.volumes | {path.name for path in (self.base / "lib" / "kvtier" / "tiers").glob("*/kvv-*")}
         found = []
-        for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-            device = f"/dev/{path.parts[3]}"
-            with contextlib.suppress(OSError):
-                below = set(path.read_text().removesuffix("\n").removesuffix(" (deleted)").split("/"))
-                if below & volumes or self._below(device) in inodes:
-                    found.append(device)
+        for name, path in loop.backing_paths().items():
+            below = set(path.removesuffix(" (deleted)").split("/"))
+            if below & volumes or self._below(f"/dev/{name}") in inodes:
+                found.append(f"/dev/{name}")
         return found
 
     @staticmethod

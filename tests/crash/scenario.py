@@ -17,6 +17,7 @@ from kvtier_api.erasure import Trigger
 from kvtier_api.tier import KVCacheTier
 from kvtier_node.consumers import ProcessConsumer
 from kvtier_node.erasing import Death, erase
+from kvtier_node.kernel import loop
 from kvtier_node.provisioning import provision, start
 from kvtier_node.recovery import open_node, recover
 
@@ -82,10 +83,6 @@ def below(base: Path) -> Iterator[str]:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         if str(base) in line:
             yield f"mount: {line}"
-    for device in Path("/sys/block").glob("loop*/loop/backing_file"):
-        try:
-            backing = device.read_text()
-        except FileNotFoundError:
-            continue  # another test's, detached just now
+    for device, backing in loop.backing_paths().items():
         if str(base) in backing:
-            yield f"loop device: {device.parent.parent.name}"
+            yield f"loop device: {device}"

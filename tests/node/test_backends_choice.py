@@ -22,13 +22,7 @@ HAS_DEVICE_MAPPER = "device-mapper" in Path("/proc/misc").read_text()
 
 
 def probe_loops() -> list[str]:
-    found = []
-    for path in Path("/sys/block").glob("loop*/loop/backing_file"):
-        try:
-            found += [path.parts[3]] if "kvtier-probe" in path.read_text() else []
-        except OSError:
-            continue
-    return found
+    return [name for name, path in loop.backing_paths().items() if "kvtier-probe" in path]
 
 
 def test_auto_takes_the_first_that_works_and_keeps_every_reason(host: Host) -> None:

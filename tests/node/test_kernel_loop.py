@@ -289,3 +289,27 @@ def test_what_is_no_image_is_an_error(images: Images) -> None:
 def test_structures_have_the_kernels_sizes() -> None:
     assert ctypes.sizeof(loop._LoopInfo64) == 232
     assert ctypes.sizeof(loop._LoopConfig) == 304
+
+
+def test_the_paths_of_all_images_are_read_while_devices_come_and_go(tmp_path: Path) -> None:
+    """A device that is detached while it is looked at has none, whatever error the kernel gives for that."""
+    ends = threading.Event()
+
+    def come_and_go() -> None:
+        image = tmp_path / "image"
+        image.write_bytes(bytes(1 << 20))
+        with image.open("rb") as file:
+            while not ends.is_set():
+                with loop.transient(file.fileno()):
+                    pass
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        seen = 0
+        for _ in range(3000):
+            seen += any(str(tmp_path) in path for path in loop.backing_paths().values())
+        assert seen
+    finally:
+        ends.set()
+        thread.join()

@@ -26,6 +26,7 @@ __all__ = [
     "LoopStatus",
     "attach",
     "backing_path",
+    "backing_paths",
     "detach",
     "find_by_backing",
     "is_claimed",
@@ -270,12 +271,27 @@ def find_by_backing(st_dev: int, st_ino: int) -> list[LoopDevice]:
 
 def backing_path(device: LoopDevice) -> str | None:
     """The image's path as the kernel shows it (` (deleted)` after its name is gone); None if nothing is attached."""
+    return _shown_backing(f"loop{device.number}")
+
+
+def backing_paths() -> dict[str, str]:
+    """The image's path, as the kernel shows it, of every loop device (`loop0`, …) that has one."""
+    found = {}
+    for name in os.listdir("/sys/block"):
+        path = _shown_backing(name) if name.startswith("loop") else None
+        if path is not None:
+            found[name] = path
+    return found
+
+
+def _shown_backing(name: str) -> str | None:
     try:
-        return (
-            Path(f"/sys/block/loop{device.number}/loop/backing_file").read_text(errors="surrogateescape").rstrip("\n")
-        )
-    except FileNotFoundError:
-        return None
+        shown = Path(f"/sys/block/{name}/loop/backing_file").read_text(errors="surrogateescape")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENXIO, errno.ENODEV):  # nothing attached, or detached meanwhile
+            return None
+        raise
+    return shown.removesuffix("\n") or None
 
 
 @contextmanager
