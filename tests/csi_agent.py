@@ -183,6 +183,11 @@ def main(base: Path, die: str | None) -> None:
 # -- what a test works with
 
 
+def waits_in_open(thread: Path) -> bool:
+    """Whether a process or thread (its folder in /proc) is asleep in open(2) of a gated file. Raises OSError: it ended."""
+    return "fanotify" in (thread / "stack").read_text()
+
+
 def volume_handle(pod_uid: str, volume: str) -> str:
     """As kubelet makes it (pkg/volume/csi, `makeVolumeHandle`)."""
     return f"csi-{hashlib.sha256(f'{pod_uid}{volume}'.encode()).hexdigest()}"

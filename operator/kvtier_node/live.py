@@ -61,10 +61,14 @@ class LiveVolume:
     def slots_path(self) -> str:
         return f"{self.row.place}/{MOUNT_NAME}/{SLOTS_DIRECTORY}"
 
-    def close_watch(self) -> None:
+    def close_slots(self) -> None:
+        """Let go of the descriptors of the slot files alone."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
+
+    def close_watch(self) -> None:
+        self.close_slots()
         if self.between is not None:
             self.between.close()
             self.between = None

@@ -73,30 +73,30 @@ def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
 
 
 def _begin(node: Node, live: LiveVolume, pod: PodConsumer, root: Directory, slots: Directory) -> Between:
-    members, regions = PodMembers(pod.pod.uid), PodRegions(int(live.row.facts["uid"]))
+    members = PodMembers(pod.pod.uid)
     device = os.fstat(root.fd).st_dev
+    containers: Gate | ContainerWatch
     try:
-        gate = Gate.before(root.fd, members)
+        containers = Gate.before(root.fd, members)
     except KernelError as error:
         node.ledger.add_event(
             "Warning", "NoGate", live.volume_id, f"containers of {pod.title} are watched, and not held back: {error}"
         )
-        clean = _snapshot(slots) if _is_blank(slots) else None
-        return Between(members, ContainerWatch(members, device), regions, clean)
+        containers = ContainerWatch(members, device)
     try:
-        blank = _is_blank(slots)
-        clean = _snapshot(slots) if blank else None
-        gate.begin(users_of(members, device), empty=blank)
+        clean = _snapshot(slots) if _is_blank(slots) else None
+        if isinstance(containers, Gate):
+            containers.begin(users_of(members, device), empty=clean is not None)
     except BaseException:
-        gate.close()
+        containers.close()
         raise
-    return Between(members, gate, regions, clean)
+    return Between(members, containers, PodRegions(int(live.row.facts["uid"])), clean)
 
 
 def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory) -> bool:
     containers = between.containers
-    written = _snapshot(slots) != between.clean
     if isinstance(containers, ContainerWatch):
+        written = _snapshot(slots) != between.clean
         return containers.in_use(written=written) is False and written and _erase(live, between, place, slots)
     if containers.failure is not None:
         raise KernelError(
@@ -105,7 +105,7 @@ def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory
             remedy="start the agent anew, and report it",
         )
     waiting = containers.waiting()
-    if not waiting and (containers.in_use() is not False or not written):
+    if not waiting and (containers.in_use() is not False or _snapshot(slots) == between.clean):
         return False
     done = _erase(live, between, place, slots)
     containers.let_in(waiting)
@@ -139,16 +139,16 @@ def _erase(live: LiveVolume, between: Between, place: Directory, slots: Director
     """Whether it was done: not while somebody has the volume. Own descriptors go first: a lease is for who is alone."""
     if live.watch is not None:
         live.watch.refresh()
-        live.watch.close()
-        live.watch = None
+    live.close_slots()
     try:
         with ExitStack() as stack:
             held = _open_slots(live, slots, stack)
             if not _is_alone(between, held, slots, stack):
                 return False
-            written = _snapshot(slots) != between.clean
+            found = _snapshot(slots)
+            written = found != between.clean
             if written:
-                _empty(live, held, slots)
+                _empty(live, held, slots, {inode for inode, _, _ in found})
             between.containers.emptied()
             between.clean = _snapshot(slots)
         return written
@@ -156,8 +156,9 @@ def _erase(live: LiveVolume, between: Between, place: Directory, slots: Director
         live.watch = SlotWatch.open(place, overwrite=False)
 
 
-def _empty(live: LiveVolume, held: list[int], slots: Directory) -> None:
-    others = _inodes(slots) - {os.fstat(fd).st_ino for fd in held}
+def _empty(live: LiveVolume, held: list[int], slots: Directory, inodes: set[int]) -> None:
+    """Empty the slot files, and remove what else of `inodes` is there."""
+    others = inodes - {os.fstat(fd).st_ino for fd in held}
     for fd in held:
         os.ftruncate(fd, 0)
         files.preallocate(fd, live.row.bytes_per_rank, path=slots.path)
@@ -194,8 +195,3 @@ def _open_slots(live: LiveVolume, slots: Directory, stack: ExitStack) -> list[in
             stack.callback(os.close, fd)
             held.append(fd)
     return held
-
-
-def _inodes(slots: Directory) -> set[int]:
-    seen = (directory.stat_if_there(name) for directory, name in walk_files(slots))
-    return {info.st_ino for info in seen if info is not None}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from csi_agent import CANARY, Kubelet, Pod
+from csi_agent import CANARY, Kubelet, Pod, waits_in_open
 from kvtier_api.volume import VolumeState
 
 pytestmark = pytest.mark.root
@@ -74,10 +74,9 @@ def end(*processes: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def waits_in_open(process: subprocess.Popen[bytes]) -> bool:
-    """It is asleep in the kernel, in open(2) of a file of the volume, and not in a read of its stdin."""
+def waits(process: subprocess.Popen[bytes]) -> bool:
     try:
-        return "fanotify" in Path(f"/proc/{process.pid}/stack").read_text()
+        return waits_in_open(Path(f"/proc/{process.pid}"))
     except OSError:
         return False
 
@@ -202,7 +201,7 @@ def test_a_new_container_waits_while_the_agent_stands_still(
     serving.process.send_signal(signal.SIGSTOP)
     killed, second = start(serving, pod, procs), start(serving, pod, procs)
     try:
-        serving.wait("they wait", lambda: waits_in_open(killed) and waits_in_open(second))
+        serving.wait("they wait", lambda: waits(killed) and waits(second))
         end(killed)
         assert second.poll() is None
         serving.process.send_signal(signal.SIGCONT)
@@ -225,7 +224,7 @@ def test_what_cannot_be_emptied_is_not_read(
     second = start(serving, pod, procs)
     try:
         serving.wait("the failure is told", lambda: "cannot-erase-yet" in (serving.base / "agent.log").read_text())
-        serving.wait("it waits", lambda: waits_in_open(second))
+        serving.wait("it waits", lambda: waits(second))
         subprocess.run(["chattr", "-i", str(slot)], check=True)
         assert found_by(second) == 0
     finally:
@@ -268,7 +267,7 @@ def test_those_who_wait_go_on_when_the_agent_ends(
     serving.process.send_signal(signal.SIGSTOP)
     second = start(serving, pod, procs)
     try:
-        serving.wait("it waits", lambda: waits_in_open(second))
+        serving.wait("it waits", lambda: waits(second))
         serving.stop_agent(signal.SIGKILL)
         found_by(second)
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from csi_agent import Kubelet, Pod
+from csi_agent import Kubelet, Pod, waits_in_open
 from kvtier_node.kernel import libc
 from kvtier_node.kernel.processes import PidFd
 from kvtier_node.pods.gate import Gate
@@ -321,7 +321,7 @@ def waiting_threads(pid: int) -> int:
     """How many threads beside the first one there are, if all of them wait in open(2); otherwise 0."""
     threads = [path for path in Path(f"/proc/{pid}/task").iterdir() if path.name != str(pid)]
     try:
-        return len(threads) if all("fanotify" in (thread / "stack").read_text() for thread in threads) else 0
+        return len(threads) if all(waits_in_open(thread) for thread in threads) else 0
     except (FileNotFoundError, ProcessLookupError):  # it ended a moment ago
         return 0
 
