@@ -93,8 +93,7 @@ def test_what_a_dead_container_left_is_gone_before_the_next_one(
     slot = serving.target(pod) / "slots" / "slot.rank_0"
     first = container(serving, pod, cgroup(pod))
     serving.wait("it is seen", lambda: _seen(serving, first))
-    first.kill()
-    first.wait()
+    end(first)
     serving.wait("its slots are empty", lambda: emptied(serving, pod) == 1)
     assert slot.read_bytes() == bytes(1 << 20)
     assert (slot.stat().st_uid, slot.stat().st_mode & 0o777, slot.stat().st_blocks * 512 >= 1 << 20) == (
@@ -109,8 +108,7 @@ def test_what_a_dead_container_left_is_gone_before_the_next_one(
         assert slot.read_bytes().startswith(CANARY), "the next one works with it"
         serving.wait("it is seen", lambda: _seen(serving, second))
     finally:
-        second.kill()
-        second.wait()
+        end(second)
     serving.wait("again", lambda: emptied(serving, pod) == 2)
     serving.unpublish(pod)
 
@@ -136,15 +134,13 @@ def test_nothing_is_emptied_while_another_container_of_the_pod_has_the_volume(
     one, other = container(serving, pod, cgroup(pod)), container(serving, pod, cgroup(pod))
     try:
         serving.wait("they are seen", lambda: _seen(serving, one) and _seen(serving, other))
-        one.kill()
-        one.wait()
+        end(one)
 
         time.sleep(3)
         assert emptied(serving, pod) == 0
         assert (serving.target(pod) / "slots" / "slot.rank_0").read_bytes().startswith(CANARY)
     finally:
-        other.kill()
-        other.wait()
+        end(other)
     serving.wait("then it is", lambda: emptied(serving, pod) == 1)
 
 
