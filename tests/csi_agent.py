@@ -47,6 +47,7 @@ from kvtier_node.pods.consumer import PodIdentity
 from kvtier_node.pods.target import TargetDirectory
 from kvtier_node.receipts import Receipt
 from kvtier_node.threads import Threads
+from live_logs import json_lines
 
 NODE = "node-a"
 LIMIT_S = 60.0
@@ -284,8 +285,7 @@ class Kubelet:
 
     def figure(self, name: str, **labels: str) -> float | None:
         """A metric of the agent that runs now."""
-        lines = [line for line in (self.base / "agent.log").read_text().splitlines() if '"listening"' in line]
-        port = json.loads(lines[-1])["port"]
+        port = [line for line in json_lines(self.base / "agent.log") if line["event"] == "listening"][-1]["port"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         samples = [it for family in families for it in family.samples]

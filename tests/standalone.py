@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from live_logs import json_lines
 from requirements import need_tool
 
 KVTIER = [sys.executable, "-m", "kvtier_cli.main"]
@@ -53,8 +54,7 @@ class Process:
         return self.popen.pid
 
     def log(self) -> list[dict[str, Any]]:
-        lines = self.log_path.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        return list(json_lines(self.log_path))
 
     def text(self) -> str:
         return self.log_path.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from typing import Any
 
 import httpx2
 from controlplane import ControlPlane, free_ports, wait_until
+
+from live_logs import json_lines
 
 __all__ = ["Controller"]
 
@@ -97,8 +98,7 @@ class Controller:
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Log lines of one event."""
-        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return [line for line in lines if line.get("event") == event]
+        return [line for line in json_lines(self.log) if line.get("event") == event]
 
     def writes(self, *resources: str) -> list[tuple[str, str, int]]:
         """Writes by the audit log, but for those of the Lease."""

@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from live_logs import whole_lines
 from requirements import missing
 
 __all__ = ["MANIFESTS", "TOOLS", "ControlPlane", "binary", "install_crds", "need_tools", "wait_until"]
@@ -321,25 +322,18 @@ class ControlPlane:
     def writes(self, user: str, *, resources: tuple[str, ...] = ()) -> list[tuple[str, str, int]]:
         """What a user asked to change, by the API server's own record: (verb, resource/subresource/name, code)."""
         found = []
-        for line in self.audit_log.read_text().splitlines():
-            entry = json.loads(line)
-            about = entry.get("objectRef", {})
-            if entry["user"]["username"] != user or (resources and about.get("resource") not in resources):
-                continue
-            path = "/".join(about[part] for part in ("resource", "subresource", "namespace", "name") if part in about)
-            found.append((entry["verb"], path, entry.get("responseStatus", {}).get("code", 0)))
+        for verb, about, code in self.writes_since(0, {user}):
+            if not resources or about.get("resource") in resources:
+                parts = ("resource", "subresource", "namespace", "name")
+                found.append((verb, "/".join(about[part] for part in parts if part in about), code))
         return found
 
     def writes_since(self, offset: int, users: Collection[str]) -> Iterator[tuple[str, dict[str, str], int]]:
         """The same from a place in the audit log on: (verb, what it was about, code)."""
-        with self.audit_log.open("rb") as file:
-            file.seek(offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # being written
-                entry = json.loads(line)
-                if entry["user"]["username"] in users:
-                    yield entry["verb"], entry.get("objectRef", {}), entry.get("responseStatus", {}).get("code", 0)
+        for line in whole_lines(self.audit_log, since=offset):
+            entry = json.loads(line)
+            if entry["user"]["username"] in users:
+                yield entry["verb"], entry.get("objectRef", {}), entry.get("responseStatus", {}).get("code", 0)
 
     def wait_ready(self) -> None:
         with self.http() as client:

@@ -18,6 +18,7 @@ from api_client import Api, Json, Refused, tier
 from controlplane import binary, wait_until
 from raw_bytes import hits_in_file, hits_in_folder
 
+from live_logs import whole_lines
 from node import Node
 
 sys.path.insert(0, str(images.WORKLOADS))
@@ -110,9 +111,7 @@ class Installed:
         """
         found = []
         for path in self.node.base.glob(f"log/pods/{NAMESPACE}_kvtier-node-*/agent/*.log"):
-            lines = (line.split(" ", 3)[3] for line in path.read_text().splitlines())
-            said = [json.loads(line) for line in lines if line.startswith("{")]
-            found += [line for line in said if line["event"] == event]
+            found += [line for line in _said_in(path) if line["event"] == event]
         return sorted(found, key=lambda it: str(it["time"]))[since:]
 
     def wait_agent(self, *, restarts: int = 0) -> None:
@@ -279,10 +278,8 @@ class Use:
     def said(self, name: str = "*") -> list[Json]:
         """What the pod's processes said, one after another, from kubelet's own log files: a file for each container."""
         folder = f"{self.api.namespace}_{self.pod_name}_{self.uid}"
-        lines = []
-        for path in sorted((self.node.base / "log" / "pods" / folder / "engine").glob(f"{name}.log")):
-            lines += [line.split(" ", 3)[3] for line in path.read_text().splitlines()]
-        return [json.loads(line) for line in lines if line.startswith("{")]
+        paths = sorted((self.node.base / "log" / "pods" / folder / "engine").glob(f"{name}.log"))
+        return [line for path in paths for line in _said_in(path)]
 
     def said_by_the_next(self, pid: int) -> list[Json]:
         """What the container that runs now has said, if it is not that of `pid`, and has written; else nothing.
@@ -435,3 +432,9 @@ def _state(volume: Json | None) -> str:
 
 def _final(volume: Json) -> bool:
     return _state(volume) in ("Erased", "Abandoned")
+
+
+def _said_in(path: Path) -> list[Json]:
+    """A container's log as kubelet keeps it: time, stream and a mark before each line."""
+    lines = (line.split(" ", 3)[3] for line in whole_lines(path))
+    return [json.loads(line) for line in lines if line.startswith("{")]
