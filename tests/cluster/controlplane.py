@@ -12,6 +12,7 @@ import ctypes
 import ipaddress
 import json
 import os
+import random
 import signal
 import socket
 import ssl
@@ -36,6 +37,7 @@ __all__ = ["MANIFESTS", "TOOLS", "ControlPlane", "binary", "install_crds", "need
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "crds" / "manifests"
 TOOLS = ("etcd", "kube-apiserver")
+_PORTS = range(10_240, 30_000)
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,11 +67,17 @@ def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 60, pau
 
 
 def free_ports(count: int) -> list[int]:
+    """On loopback, below those that Linux gives to whoever connects: such a one would be taken before its server binds it."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for port in random.sample(_PORTS, len(_PORTS)):
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # somebody listens there
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"no {count} free ports in {_PORTS}")
 
 
 def die_with_parent() -> None:
