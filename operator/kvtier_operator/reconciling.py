@@ -13,6 +13,7 @@ from typing import Final
 
 import structlog
 
+from kvtier_api.erasure import ErasureState, KVCacheErasureStatus
 from kvtier_api.errors import InvalidResource
 from kvtier_api.reasons import Reason
 from kvtier_api.volume import VolumeState
@@ -38,6 +39,7 @@ from kvtier_operator.places import Place
 from kvtier_operator.planning import Plan, Snapshot, own_places, plan
 from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
 from kvtier_operator.releasing import VolumeStep, holds
+from kvtier_operator.requests import FROM_VOLUME
 from kvtier_operator.telling import Teller, of_late
 from kvtier_operator.view import View
 
@@ -46,6 +48,7 @@ __all__ = ["Reconciler"]
 log = structlog.get_logger(__name__)
 _ROUNDS: Final = 4
 _GONE: Final = 2**63
+_ENDED: Final = frozenset({ErasureState.COMPLETE, ErasureState.FAILED})
 _CAN_WAIT: Final = frozenset({"requests", "tier_status", "announcements"})
 """Parts of a plan that say what is. The others do something."""
 _NEWS_AT_MOST: Final = 10_000
@@ -177,6 +180,7 @@ class Reconciler:
         for place, step in todo.volume_steps:
             await self._volume_step(place, step)
         for request, request_status in todo.requests:
+            await self._see_its_records(request, request_status)
             body = await self._kube.apply_status(ERASURES, writing.erasure_status(request, request_status))
             self._take(erasure_facts(body))
         tier = self._view.tier(key)
@@ -193,6 +197,26 @@ class Reconciler:
             for announcement in todo.announcements:
                 if announcement.reason is EventReason.DELETION_DONE:
                     self._add_news(key, announcement)
+
+    async def _see_its_records(self, request: ErasureFacts, status: KVCacheErasureStatus) -> None:
+        """Before the last word on a request. An agent makes the record first, and then says `Erased`; but events of records and
+        of volumes come on their own ways, and what a record has (how, and whether verified) cannot be added later.
+
+        Raises Conflict where the API server has a record that memory has not.
+        """
+        unproven = {it.volume_id for it in status.volumes if it.technique == FROM_VOLUME}
+        if status.state not in _ENDED or not unproven:
+            return
+        known = {(it.key, it.version) for it in self._view.erasures(request.tier)}
+        async for body in self._kube.list(
+            ERASURES, request.namespace, fields=f"spec.tierRef.name={request.spec.tier_ref.name}"
+        ):
+            try:
+                fact = erasure_facts(body)
+            except InvalidResource:
+                continue  # `_read_again` says so
+            if fact.volume_id in unproven and fact.is_complete and (fact.key, fact.version) not in known:
+                raise Conflict(f"its record {fact.name} is newer than memory", obj="/".join(request.key))
 
     async def _volume_step(self, place: Place, step: VolumeStep) -> None:
         volume = place.volume

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from api_client import Api, node, tier, volume, volume_status
+from api_client import Api, micro_now, node, tier, volume, volume_status
 from controlplane import ControlPlane
 from lightkube import KubeConfig
 
@@ -18,7 +18,7 @@ from kvtier_api.volume import VolumeState
 from kvtier_operator.announcing import Announcement, Regarding
 from kvtier_operator.event_poster import EventPoster, event_name
 from kvtier_operator.event_reasons import EventReason
-from kvtier_operator.facts import Body, Key, node_facts, tier_facts, volume_facts
+from kvtier_operator.facts import Body, Key, erasure_facts, node_facts, tier_facts, volume_facts
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import VOLUMES
 from kvtier_operator.kube import Kube
@@ -119,6 +119,40 @@ def test_a_tier_made_anew_under_its_name_gets_nothing_that_was_decided_on_the_ol
         assert held.meta.uid == new["metadata"]["uid"]
 
     in_hand(plane, work)
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
+def test_a_request_ends_with_what_the_record_says_though_no_event_told_of_it_yet(
+    api: Api, plane: ControlPlane, recorded: bool
+) -> None:
+    """The agent makes the record, then says `Erased`: two watches tell of them, and the second one may be the faster."""
+    of = api.create("kvcachetiers", tier("t"))
+    body = volume(of, "node-a")
+    name = body["metadata"]["name"]
+    api.create("kvcachevolumes", body | {"status": volume_status("InUse")})
+    kind = {"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheErasure"}
+    asked = {"tierRef": {"name": "t"}, "reason": "a test asks"}
+    api.create("kvcacheerasures", {**kind, "metadata": {"name": "e"}, "spec": asked})
+    if recorded:
+        times = {"begin": micro_now(), "end": micro_now()}
+        result = {"volumeId": name, "nodeName": "node-a", "technique": "KeyDestroyed", "verified": True, **times}
+        meta = {"name": "kvr-1", "labels": {"kvtier.dev/volume": name}}
+        status = {"state": "Complete", "volumes": [result], "end": times["end"]}
+        api.create("kvcacheerasures", {**kind, "metadata": meta, "spec": asked, "status": status})
+    erased = api.set_status("kvcachevolumes", name, volume_status("Erased"))
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(api.get("kvcachetiers", "t")))
+        hand.view.take(volume_facts(erased))
+        hand.view.take(erasure_facts(api.get("kvcacheerasures", "e")))
+        while await hand.reconciler.reconcile((api.namespace, "t")) == 0.0:
+            pass  # it is news: others have their turn, then it goes on
+
+    in_hand(plane, work)
+    found = api.get("kvcacheerasures", "e")["status"]
+    assert found["state"] == "Complete"
+    (one,) = found["volumes"]
+    assert (one["technique"], one["verified"]) == (("KeyDestroyed", True) if recorded else ("AsReceipt", False))
 
 
 def test_a_closed_fence_lets_nothing_through(api: Api, plane: ControlPlane) -> None:
