@@ -5,6 +5,7 @@ The only modules that name lightkube are those of this package. A service accoun
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from kvtier_api.errors import Busy, InvalidResource, KvtierError, NotFound, NotP
 from kvtier_api.meta import GROUP, VERSION, Resource
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import KVCacheVolume
-from kvtier_node.cluster.errors import ApiUnavailable, NamespaceEnding
+from kvtier_node.cluster.errors import ApiUnavailable, NamespaceEnding, RightMissing
 
 __all__ = ["ERASURES", "FIELD_MANAGER", "TIERS", "VOLUMES", "ClusterOptions", "Gone", "Kind", "connect", "translated"]
 
@@ -106,13 +107,17 @@ _BY_CODE: Final[dict[int, type[KvtierError]]] = {
 }
 
 
+_OF_A_ROLE: Final = re.compile(r"is forbidden: User \".*\" cannot ")
+"""As the API server's authorizer says it (apiserver/pkg/endpoints/handlers/responsewriters); a policy has other words."""
+
+
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     """Raise kvtier's errors for what the API server, or the way to it, says. `what` names the object."""
     try:
         yield
     except ApiError as error:
-        kind = NamespaceEnding if _namespace_ends(error) else _BY_CODE.get(error.status.code or 0, ApiUnavailable)
+        kind = _meaning(error)
         raise kind(f"the API server says: {(error.status.message or '')[:_TEXT_LIMIT]}", obj=what) from error
     except httpx2.HTTPStatusError as error:
         kind = _BY_CODE.get(error.response.status_code, ApiUnavailable)
@@ -122,6 +127,14 @@ def translated(what: str) -> Iterator[None]:
         raise ApiUnavailable(
             f"the API server cannot be reached ({text[:_TEXT_LIMIT]})", obj=what, remedy="it is tried again"
         ) from error
+
+
+def _meaning(error: ApiError) -> type[KvtierError]:
+    if _namespace_ends(error):
+        return NamespaceEnding
+    if error.status.code == 403 and _OF_A_ROLE.search(error.status.message or ""):
+        return RightMissing
+    return _BY_CODE.get(error.status.code or 0, ApiUnavailable)
 
 
 def _namespace_ends(error: ApiError) -> bool:

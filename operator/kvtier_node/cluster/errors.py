@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from kvtier_api.errors import KvtierError, NotPermitted
 
-__all__ = ["ApiUnavailable", "NamespaceEnding"]
+__all__ = ["ApiUnavailable", "NamespaceEnding", "RightMissing"]
 
 
 class ApiUnavailable(KvtierError):
     """The API server does not answer, or asks to be left alone (429, 5xx). Nothing is known; it is tried again."""
+
+
+class RightMissing(NotPermitted):
+    """No role gives the agent this right; or the API server has just started, and has not read the roles yet."""
 
 
 class NamespaceEnding(NotPermitted):
