@@ -54,11 +54,11 @@ class Controller:
 
     def start(self) -> None:
         self.process = self.plane.start(self.user, self._arguments)
-        wait_until(f"{self.name} serves", self.is_alive, limit_s=30)
+        wait_until(f"{self.name} serves", self.is_alive, limit_s=120)
 
     def stop(self, *, kill: bool = False) -> int | None:
         process, self.process = self.process, None
-        self.plane.stop(self.user, kill=kill)
+        self.plane.stop(self.user, kill=kill, limit_s=60)
         return process.returncode if process is not None else None
 
     def pause(self) -> None:
@@ -93,7 +93,7 @@ class Controller:
     def leads(self) -> bool:
         return self.is_alive() and self.metric("kvtier_leading") == 1.0
 
-    def wait_leads(self, limit_s: float = 40) -> None:
+    def wait_leads(self, limit_s: float = 120) -> None:
         wait_until(f"{self.name} leads", self.leads, limit_s=limit_s)
 
     def said(self, event: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import json
 import os
@@ -37,7 +38,6 @@ __all__ = ["MANIFESTS", "TOOLS", "ControlPlane", "binary", "install_crds", "need
 
 MANIFESTS = Path(__file__).resolve().parents[2] / "crds" / "manifests"
 TOOLS = ("etcd", "kube-apiserver")
-_PORTS = range(10_240, 30_000)
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,7 +57,7 @@ def need_tools(*names: str) -> None:
             )
 
 
-def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 60, pause_s: float = 0.1) -> None:
+def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 120, pause_s: float = 0.1) -> None:
     """Poll until it holds. The limit is for what never comes; nothing is asserted of how long it took."""
     until = time.monotonic() + limit_s
     while not holds():
@@ -66,18 +66,40 @@ def wait_until(what: str, holds: Callable[[], bool], *, limit_s: float = 60, pau
         time.sleep(pause_s)
 
 
+_PORTS_FROM = 12000
+_taken: list[socket.socket] = []
+"""Ports are this process's as long as it lives: by a name that other test runs on this machine ask for as well."""
+
+
 def free_ports(count: int) -> list[int]:
-    """On loopback, below those that Linux gives to whoever connects: such a one would be taken before its server binds it."""
+    """On loopback, for a server that starts later, and again after it was stopped: the kernel gives them to nobody else.
+
+    They lie below those that it chooses itself, for a connection or for port 0.
+    """
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        for port in random.sample(_PORTS, len(_PORTS)):
-            each = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # somebody listens there
-                each.bind(("127.0.0.1", port))
-                found.append(port)
-            if len(found) == count:
-                return found
-    raise RuntimeError(f"no {count} free ports in {_PORTS}")
+    for port in random.sample(range(_PORTS_FROM, below), k=below - _PORTS_FROM):
+        if len(found) == count:
+            break
+        if _take(port):
+            found.append(port)
+    assert len(found) == count, f"no {count} free ports between {_PORTS_FROM} and {below}"
+    return found
+
+
+def _take(port: int) -> bool:
+    mine = socket.socket(socket.AF_UNIX)
+    try:
+        mine.bind(f"\0kvtier-test-port-{port}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        mine.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    _taken.append(mine)
+    return True
 
 
 def die_with_parent() -> None:
@@ -353,7 +375,7 @@ class ControlPlane:
                 except httpx2.HTTPError:
                     return False
 
-            wait_until("kube-apiserver ready", ready, limit_s=90)
+            wait_until("kube-apiserver ready", ready, limit_s=180)
             version = client.get("/version").json()["gitVersion"]
         if build_tools.on_floor() and version != build_tools.FLOOR:
             raise RuntimeError(f"the API server is {version}, and the floor is {build_tools.FLOOR}")

@@ -30,7 +30,8 @@ __all__ = ["ERASURES", "EVENTS", "NAMESPACE", "RELEASE", "TIERS", "VOLUMES", "In
 RELEASE, NAMESPACE = "kvtier", "kvtier-system"
 CHART = Path(__file__).resolve().parents[2] / "charts" / "kvtier"
 TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
-EVENTS = frozenset({"StoreCreated", "StoreInUse", "Erased"})
+_OF_USE = frozenset({"StoreCreated", "StoreInUse"})
+EVENTS = _OF_USE | {"Erased"}
 _AGENT = "app.kubernetes.io/component=node"
 _VALUES = {
     "image.registry": images.REGISTRY,
@@ -54,13 +55,13 @@ class Installed:
         command = [str(binary("helm")), "--kubeconfig", str(self.node.plane.admin), "-n", NAMESPACE, *arguments]
         env = os.environ | {"HELM_CACHE_HOME": f"{self.node.base}/helm", "HELM_CONFIG_HOME": f"{self.node.base}/helm"}
         env |= {"HELM_DATA_HOME": f"{self.node.base}/helm"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env=env)
         assert not check or done.returncode == 0, f"helm {' '.join(arguments)}: {done.stderr}\n{self.describe()}"
         return done
 
     def install(self) -> None:
         values = [part for name, value in _VALUES.items() for part in ("--set", f"{name}={value}")]
-        self.helm("install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout", "3m", *values)
+        self.helm("install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout", "6m", *values)
         self.wait_agent()
 
     def describe(self) -> str:
@@ -74,6 +75,12 @@ class Installed:
             )
         ]
         return "\n".join(said)
+
+    def term(self) -> str:
+        """Of the controller that leads: who, and which one of all terms."""
+        lease = self.node.kubectl("-n", NAMESPACE, "get", "lease", "kvtier-controller", "-o", "json").stdout
+        spec = json.loads(lease)["spec"]
+        return f"{spec['leaseTransitions']} {spec['holderIdentity']}"
 
     # -- the agent
 
@@ -91,11 +98,12 @@ class Installed:
         return self.container_pid(pod)
 
     def container_pid(self, pod: Json) -> int:
+        """Of the pod's only container, which runs. Raises KeyError."""
         (status,) = pod["status"]["containerStatuses"]
         return self.node.tasks()[status["containerID"].removeprefix("containerd://")]
 
     def agent_is_ready(self) -> bool:
-        """By its own word on its socket: `Ready` of a pod is a probe's, and may be old."""
+        """By kubelet's probe: what is asked here is as old as that, and a machine that is busy may have missed one."""
         pod = self.agent_pod()
         conditions = pod["status"].get("conditions", []) if pod else []
         return any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
@@ -104,19 +112,19 @@ class Installed:
         pod = self.agent_pod()
         return sum(status["restartCount"] for status in (pod or {}).get("status", {}).get("containerStatuses", []))
 
-    def agent_said(self, event: str, *, since: int = 0) -> list[Json]:
+    def agent_said(self, event: str) -> list[Json]:
         """Lines of that event in the logs of the agents that there are and were, from kubelet's own files.
 
-        `since`: how many to pass over.
+        kubelet removes those of the older ones: there may be fewer of them later.
         """
         found = []
         for path in self.node.base.glob(f"log/pods/{NAMESPACE}_kvtier-node-*/agent/*.log"):
-            found += [line for line in _said_in(path) if line["event"] == event]
-        return sorted(found, key=lambda it: str(it["time"]))[since:]
+            found += [line for line in logged(path) if line["event"] == event]
+        return sorted(found, key=lambda it: str(it["time"]))
 
     def wait_agent(self, *, restarts: int = 0) -> None:
         wait_until(
-            "the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=90
+            "the agent is ready", lambda: self.agent_restarts() >= restarts and self.agent_is_ready(), limit_s=180
         )
 
     @contextlib.contextmanager
@@ -190,8 +198,10 @@ class Installed:
             api = Api(client, "default")
             for namespace in sorted(self._ending):
                 wait_until(
-                    f"namespace {namespace} is gone", lambda name=namespace: api.find("namespaces", name) is None
-                )  # type: ignore[misc]
+                    f"namespace {namespace} is gone",
+                    lambda name=namespace: api.find("namespaces", name) is None,  # type: ignore[misc]
+                    limit_s=240,
+                )
                 self._ending.discard(namespace)
 
 
@@ -209,6 +219,9 @@ class Use:
     pod: Json = field(default_factory=dict)
     volume: str = ""
     _images: list[int] = field(default_factory=list)
+    _term: str = ""
+    _not_told: frozenset[str] = frozenset()
+    """Events of the volume's use that nobody tells: another controller began to lead meanwhile."""
 
     @property
     def node(self) -> Node:
@@ -227,8 +240,9 @@ class Use:
         self.node.kubectl("-n", self.api.namespace, "apply", "-f", "-", stdin=json.dumps(body))
         # What happens while no controller leads has no event of its own; after a machine's start it takes a while.
         self.wait(
-            "a controller looked at the tier", lambda: bool(self.api.get(TIERS, "chat").get("status")), limit_s=90
+            "a controller looked at the tier", lambda: bool(self.api.get(TIERS, "chat").get("status")), limit_s=180
         )
+        self._term = self.installed.term()
         wait_until("the service account", lambda: self._account() is not None)
         return self.api.get(TIERS, "chat")
 
@@ -243,8 +257,12 @@ class Use:
         self.wait_started()
 
     def wait_started(self) -> None:
-        wait_until("the pod has written", self.has_written, limit_s=90)
+        """Until it has written, and everybody knows: kubelet has told of its container, and the controller of its volume."""
+        self.wait("the pod has written", self.has_written, limit_s=180)
+        self.wait("kubelet has told of it", self._runs)
         self.look_up()
+        self.wait("the controller has told of it", lambda: self._told_of_use() or self._term_ended())
+        self._not_told = _OF_USE - self.reasons()
         self._images.append(os.open(self.image, os.O_RDONLY | os.O_DIRECT))
 
     def create(self) -> None:
@@ -278,8 +296,10 @@ class Use:
     def said(self, name: str = "*") -> list[Json]:
         """What the pod's processes said, one after another, from kubelet's own log files: a file for each container."""
         folder = f"{self.api.namespace}_{self.pod_name}_{self.uid}"
-        paths = sorted((self.node.base / "log" / "pods" / folder / "engine").glob(f"{name}.log"))
-        return [line for path in paths for line in _said_in(path)]
+        lines: list[Json] = []
+        for path in sorted((self.node.base / "log" / "pods" / folder / "engine").glob(f"{name}.log")):
+            lines += logged(path)
+        return lines
 
     def said_by_the_next(self, pid: int) -> list[Json]:
         """What the container that runs now has said, if it is not that of `pid`, and has written; else nothing.
@@ -329,7 +349,28 @@ class Use:
         return found
 
     def container_pid(self) -> int:
-        return self.installed.container_pid(self.refreshed())
+        """Of the container that runs, by kubelet's word and by containerd's: the one may be a moment behind the other."""
+        found: list[int] = []
+
+        def is_known() -> bool:
+            try:
+                found[:] = [self.installed.container_pid(self.refreshed())]
+            except KeyError:
+                return False
+            return True
+
+        self.wait("a container runs", is_known)
+        return found[0]
+
+    def _runs(self) -> bool:
+        return self.refreshed()["status"].get("phase") == "Running"
+
+    def _told_of_use(self) -> bool:
+        return self.reasons() >= _OF_USE
+
+    def _term_ended(self) -> bool:
+        """Whether the controller that saw the tier leads no more: what happens while none does has no event of its own."""
+        return self.installed.term() != self._term
 
     # -- what is there
 
@@ -380,7 +421,7 @@ class Use:
 
         While the tier is there: its volume is `Erased`, and `Scrubbed` is True. `told` are the events that somebody can see.
         """
-        self.wait("the record of the erasure", lambda: self.record() is not None, limit_s=90)
+        self.wait("the record of the erasure", lambda: self.record() is not None, limit_s=180)
         if self.api.find(TIERS, "chat") is not None:
             self.wait(f"{self.volume} is Erased", lambda: _state(self.api.find(VOLUMES, self.volume)) == "Erased")
             self.wait("Scrubbed", lambda: self.condition("Scrubbed") == ("True", "NothingLeft"))
@@ -392,9 +433,9 @@ class Use:
         assert record["spec"]["trigger"] in triggers, record["spec"]
         receipt = self.receipts()[result["receiptId"]]
         assert receipt["volume_id"] == self.volume
-        self.wait("the events say it", lambda: told <= self.reasons(), limit_s=30)
+        self.wait("the events say it", lambda: told - self._not_told <= self.reasons())
         assert {kind: count for kind, count in self.hits().items() if kind != "control"} == {"prompt": 0, "plain": 0}
-        assert not self.place.exists()
+        self.wait("its directory is gone", lambda: not self.place.exists())
         return record
 
     def record(self) -> Json | None:
@@ -419,11 +460,17 @@ class Use:
         with contextlib.suppress(Refused):  # gone already
             self.api.delete("namespaces", self.api.namespace)
 
-    def wait(self, what: str, holds: Callable[[], bool], *, limit_s: float = 60) -> None:
+    def wait(self, what: str, holds: Callable[[], bool], *, limit_s: float = 120) -> None:
         try:
             wait_until(what, holds, limit_s=limit_s)
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{self.describe()}") from error
+
+
+def logged(path: Path) -> list[Json]:
+    """JSON lines of a container, from kubelet's own file of it: time, stream and a mark stand before each."""
+    lines = (line.split(" ", 3)[3] for line in whole_lines(path))
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def _state(volume: Json | None) -> str:
@@ -432,9 +479,3 @@ def _state(volume: Json | None) -> str:
 
 def _final(volume: Json) -> bool:
     return _state(volume) in ("Erased", "Abandoned")
-
-
-def _said_in(path: Path) -> list[Json]:
-    """A container's log as kubelet keeps it: time, stream and a mark before each line."""
-    lines = (line.split(" ", 3)[3] for line in whole_lines(path))
-    return [json.loads(line) for line in lines if line.startswith("{")]

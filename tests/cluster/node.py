@@ -181,7 +181,7 @@ class Node:
             return next((it for it in self._answers if key in it), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: found() is not None, 20), self.log("namespaces")
+            assert self._changed.wait_for(lambda: found() is not None, 60), self.log("namespaces")
             answer = found()
             assert answer is not None
             self._answers.remove(answer)
@@ -210,7 +210,7 @@ class Node:
         """SIGKILL for one of the node's own processes, until it is gone."""
         self.kill(self.pids[name])
         with self._changed:
-            assert self._changed.wait_for(lambda: name in self._ended, 20), name
+            assert self._changed.wait_for(lambda: name in self._ended, 60), name
 
     @property
     def inside(self) -> Path:
@@ -275,7 +275,7 @@ class Node:
             "containerd",
             ["/usr/bin/env", path, str(binary("containerd")), "--config", str(self.base / "containerd.toml")],
         )
-        wait_until("containerd answers", self._containerd_answers, limit_s=30)
+        wait_until("containerd answers", self._containerd_answers)
 
     def _containerd_answers(self) -> bool:
         if "containerd" in self._ended:
@@ -315,7 +315,7 @@ class Node:
             alive = datetime.fromisoformat(lease.json()["spec"]["renewTime"]) > started
             return alive and any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
 
-        wait_until("the node is Ready", ready, limit_s=90)
+        wait_until("the node is Ready", ready, limit_s=180)
 
     def _start_scheduler(self) -> None:
         config = self.plane.kubeconfig("system:kube-scheduler")
@@ -408,7 +408,7 @@ class Node:
         self, *arguments: str, stdin: str | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         command = [str(binary("kubectl")), "--kubeconfig", str(self.plane.admin), *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=300)
         if check and done.returncode != 0:
             raise AssertionError(f"kubectl {' '.join(arguments)}: {done.stderr}")
         return done
@@ -450,7 +450,7 @@ class Node:
                         left = True
             return not left
 
-        wait_until("the node's cgroups are gone", gone, limit_s=20)
+        wait_until("the node's cgroups are gone", gone)
 
     def loops(self) -> list[str]:
         """Loop devices on images of this node, also of those that have lost their name.
@@ -463,12 +463,12 @@ class Node:
         found = []
         for name, path in loop.backing_paths().items():
             below = set(path.removesuffix(" (deleted)").split("/"))
-            if below & volumes or self._below(f"/dev/{name}") in inodes:
+            if below & volumes or self.below(f"/dev/{name}") in inodes:
                 found.append(f"/dev/{name}")
         return found
 
     @staticmethod
-    def _below(device: str) -> tuple[int, int] | None:
+    def below(device: str) -> tuple[int, int] | None:
         """st_dev and st_ino of the file below a loop device."""
         columns = ["losetup", "-n", "-O", "BACK-MAJ:MIN,BACK-INO", device]
         listed = subprocess.run(columns, capture_output=True, text=True, check=False).stdout.split()

@@ -18,7 +18,7 @@ from controlplane import binary, wait_until
 from installed import Installed
 
 ROOT = Path(__file__).resolve().parents[2]
-_LIMIT_S = 240
+_LIMIT_S = 400
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Reader:
             return missing_line(shown, said, any_order=any_order) is None
 
         with contextlib.suppress(TimeoutError):  # the caller compares, and says what is missing
-            wait_until(block.text, is_said, limit_s=60, pause_s=0.5)
+            wait_until(block.text, is_said, limit_s=120, pause_s=0.5)
         return said
 
     def watch(self, block: Block, shown: str) -> str:
@@ -170,13 +170,13 @@ class Reader:
             wait_until(
                 f"{block.text}shows {shown}",
                 lambda: missing_line(shown, "".join(said), any_order=False) is None,
-                limit_s=120,
+                limit_s=180,
             )
         except TimeoutError as error:
             raise AssertionError(f"{error}\n{''.join(said)}") from error
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(20)
+            process.wait(60)
             reader.join(20)
             process.stdout.close()
         return "".join(said)

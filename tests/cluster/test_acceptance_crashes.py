@@ -121,7 +121,7 @@ def test_a_frozen_agent_keeps_a_new_pod_waiting(installed: Installed) -> None:
         with pytest.raises(TimeoutError):
             wait_until("the pod runs", lambda: bool(use.said()), limit_s=5)
         stack.close()
-        use.wait("the pod has written", use.has_written, limit_s=90)
+        use.wait("the pod has written", use.has_written, limit_s=240)
         use.look_up()
         use.node.kill(use.container_pid())
         use.expect_erased("Crash")

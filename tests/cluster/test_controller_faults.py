@@ -69,16 +69,16 @@ class Line:
         return self.condition("Ready")
 
     def wait_ready(self, status: str = "True", reason: str = "AllGuaranteesHold") -> None:
-        wait_until(f"Ready={status} {reason}", lambda: self.ready() == (status, reason), limit_s=90)
+        wait_until(f"Ready={status} {reason}", lambda: self.ready() == (status, reason))
 
     def wait_gone(self) -> None:
-        wait_until("the tier is gone", lambda: self.api.find(TIERS, self.name) is None, limit_s=90)
+        wait_until("the tier is gone", lambda: self.api.find(TIERS, self.name) is None)
 
     def wait_kopf_alone(self) -> None:
         """The watches of the time before its turn end with the first full list."""
         resyncs = 'kvtier_resyncs_total{result="done"}'
         before = self.controller.metric(resyncs)
-        wait_until("a full list", lambda: self.controller.metric(resyncs) > before, limit_s=90)
+        wait_until("a full list", lambda: self.controller.metric(resyncs) > before)
 
     def total(self) -> int | None:
         found: int | None = self.status().get("volumes", {}).get("total")
@@ -93,7 +93,7 @@ class Line:
 
     def told_once(self, *reasons: str) -> None:
         for reason in reasons:
-            wait_until(f"event {reason}", lambda reason=reason: bool(self.events(reason)), limit_s=90)
+            wait_until(f"event {reason}", lambda reason=reason: bool(self.events(reason)))
             (found,) = self.events(reason)
             assert "series" not in found, f"{reason} is told once"
 
@@ -157,13 +157,13 @@ def test_410_gone_and_what_vanished_in_the_gap(line: Line, how: str) -> None:
     line.wait_kopf_alone()
     wait_until("watches run", lambda: line.proxy.watches("kvcachevolumes") == 1)
     silence = line.proxy.mute("kvcachevolumes")
+    line.api.delete(VOLUMES, gone)  # first: one that is not deleted is given its finalizer back
     line.api.merge(VOLUMES, gone, {"metadata": {"finalizers": None}})
-    line.api.delete(VOLUMES, gone)
     refusal = line.proxy.answer("GET", r"kvcachevolumes.*watch=true", 410, times=1) if how == "as the answer" else None
     assert line.proxy.end_watches("kvcachevolumes", b"" if refusal else GONE) == 1
     silence.over()
     wait_until("1 counted", lambda: line.total() == 1)
-    assert refusal is None or refusal.hits == 1
+    wait_until("it asked again", lambda: refusal is None or refusal.hits == 1)
     line.volume(of)
     wait_until("2 counted again", lambda: line.total() == 2)
     assert line.controller.process is not None
@@ -191,7 +191,7 @@ def test_a_watch_that_goes_silent_is_not_believed(line: Line) -> None:
 def test_429_is_obeyed_for_as_long_as_it_says(line: Line) -> None:
     refusal = line.proxy.answer("PATCH", rf"/kvcachetiers/{line.name}/status\?", 429, times=3, Retry_After="3")
     of = line.tier()
-    wait_until("refused once", lambda: refusal.hits == 1)
+    wait_until("refused once", lambda: refusal.hits >= 1)
     line.volume(of)  # news of the tier do not shorten the wait
     line.wait_ready()
     assert refusal.hits == 3
@@ -291,7 +291,7 @@ def test_a_write_that_was_on_its_way_while_another_took_over_comes_too_late(line
     line.told_once("DeletionWaits")
     late = line.proxy.hold("PATCH", rf"/kvcachetiers/{line.name}/status\?")
     second = line.volume(of)
-    assert late.held.wait(30)
+    assert late.held.wait(120)
     line.controller.pause()
     with behind_a_proxy(plane, line.api.namespace) as other:
         other.wait_leads()
@@ -304,9 +304,9 @@ def test_a_write_that_was_on_its_way_while_another_took_over_comes_too_late(line
         line.erase(name)
         line.erase(second)
         line.wait_gone()
+        line.told_once("DeletionDone")  # by who did it, while it is there
         assert [it for it in line.controller.writes() if it[2] < 400] == before
-        assert other.leads()
-    line.told_once("DeletionDone")
+        other.wait_leads()
 
 
 def test_a_leader_killed_between_a_status_and_its_event_leaves_the_event_to_the_next(
@@ -318,7 +318,7 @@ def test_a_leader_killed_between_a_status_and_its_event_leaves_the_event_to_the_
         unsent = first.proxy.hold("POST", "/events")
         line.tier()
         line.wait_ready("Unknown", "NoVolumes")
-        assert unsent.held.wait(60)
+        assert unsent.held.wait(120)
         assert line.events("TierDeclared") == []
         first.stop(kill=True)
     with behind_a_proxy(plane, api.namespace) as second:
@@ -335,7 +335,6 @@ def test_an_erasure_that_its_node_does_not_judge_is_late_by_the_controllers_own_
     line.wait_ready()
     ahead = (datetime.now(UTC) + YEARS).isoformat().replace("+00:00", "Z")
     line.api.set_status(VOLUMES, name, volume_status("Erasing") | {"stateSince": ahead})
-    wait_until("erasing", lambda: line.condition("Scrubbed") == ("Unknown", "Erasing"))
     wait_until("late", lambda: line.condition("Scrubbed") == ("False", "DeadlineMissed"))
     line.erase(name)
     wait_until("erased", lambda: line.condition("Scrubbed") == ("True", "NothingLeft"))
@@ -402,7 +401,7 @@ def test_a_lease_from_the_future_is_taken_after_its_holder_fell_silent(plane: Co
 
     async def scenario() -> None:
         async with candidates(plane, api) as them:
-            await asyncio.wait_for(them.one("a").acquire(), 60)
+            await asyncio.wait_for(them.one("a").acquire(), 120)
 
     asyncio.run(scenario())
     assert api.get("leases", "c")["spec"]["holderIdentity"] == "a"
@@ -415,7 +414,7 @@ def test_of_two_candidates_with_clocks_years_apart_one_leads_at_a_time(plane: Co
         async with candidates(plane, api) as them:
             ahead, behind = them.one("ahead", YEARS), them.one("behind", -YEARS)
             for first, second in ((ahead, behind), (behind, ahead)):
-                fence = await asyncio.wait_for(first.acquire(), 60)
+                fence = await asyncio.wait_for(first.acquire(), 120)
                 holding = asyncio.create_task(first.hold(fence))
                 waiting = asyncio.create_task(second.acquire())
                 looked = them.looks
@@ -424,7 +423,7 @@ def test_of_two_candidates_with_clocks_years_apart_one_leads_at_a_time(plane: Co
                 assert not waiting.done() or not fence.is_open
                 holding.cancel()  # it renews no more, and says nothing
                 await asyncio.gather(holding, return_exceptions=True)
-                following = await asyncio.wait_for(waiting, 60)
+                following = await asyncio.wait_for(waiting, 120)
                 assert not fence.is_open
                 following.close()
                 await second.give_back()
@@ -439,6 +438,6 @@ def test_one_whose_own_name_is_in_the_lease_need_not_wait(plane: ControlPlane, a
 
     async def scenario() -> None:
         async with candidates(plane, api) as them:
-            await asyncio.wait_for(them.one("a").acquire(), 60)
+            await asyncio.wait_for(them.one("a").acquire(), 120)
 
     asyncio.run(scenario())

@@ -30,6 +30,7 @@ from requirements import need_root
 
 TIERS, VOLUMES, ERASURES = "kvcachetiers", "kvcachevolumes", "kvcacheerasures"
 FINALIZERS = ["kvtier.dev/erase"]
+MEASURED = ("True", "KernelKeyMeasured")
 LONG = Timing(duration_s=1000, fence_s=900.0, renew_s=0.5, retry_s=0.5)
 """Of a holder that would outlast the restore, if it did not see it."""
 
@@ -49,7 +50,7 @@ class Candidate:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(60)
 
     async def _serve(self, plane: ControlPlane) -> None:
         work = asyncio.create_task(self._work(plane))
@@ -170,7 +171,7 @@ def restored(world: World) -> Iterator[World]:
             world.kubelet = stack.enter_context(running_kubelet(world.api, config))
         world.holder = Candidate(world.plane, "held")
         stack.callback(world.holder.stop)
-        assert world.holder.holds.wait(60)
+        assert world.holder.holds.wait(120)
         world.api.create("leases", lease("somebody", "standing"))
         arguments = ("--agent-selector", "", "--lease-name", "standing")
         world.standby = Controller(world.plane, "standby", lease_namespace="default", arguments=arguments)
@@ -180,7 +181,7 @@ def restored(world: World) -> Iterator[World]:
         data, copy = world.plane.folder / "etcd", world.plane.folder / "etcd-copy"
         shutil.copytree(data, copy)
         world.start_plane()
-        world.controller.wait_leads(limit_s=90)
+        world.controller.wait_leads()
         world.api.merge("leases", "given-back", {"spec": {"holderIdentity": "somebody"}})
         world.api.merge("leases", "standing", {"spec": {"renewTime": micro_now()}})
         world.waiting = Candidate(world.plane, "given-back")
@@ -194,7 +195,7 @@ def restored(world: World) -> Iterator[World]:
         )
         looked = world.standby.metric(looks)
         wait_until("looked", lambda: world.standby is not None and world.standby.metric(looks) > looked + 1)
-        wait_until("read", lambda: world.standby is not None and world.standby.metric(read) >= 1, limit_s=60)
+        wait_until("read", lambda: world.standby is not None and world.standby.metric(read) >= 1)
         world.stop_plane()
         shutil.rmtree(data)
         copy.rename(data)
@@ -248,7 +249,7 @@ def _go_on(world: World) -> None:
 def test_a_lease_that_went_back_ends_the_term_of_its_holder(restored: World) -> None:
     """Its fence would be open for another minute; what it remembers is of objects that are not those any more."""
     assert restored.holder is not None
-    assert restored.holder.lost.wait(60)
+    assert restored.holder.lost.wait(120)
 
 
 def test_a_lease_that_went_back_to_when_it_was_free_is_not_free(restored: World) -> None:
@@ -266,7 +267,7 @@ def test_a_replica_that_stands_by_reads_everything_anew(restored: World) -> None
     """Versions of what it knew are newer than what there is: it would believe none of it."""
     standby = restored.standby
     assert standby is not None
-    wait_until("reads again", lambda: bool(standby.said("memory is of another history; reading again")), limit_s=90)
+    wait_until("reads again", lambda: bool(standby.said("memory is of another history; reading again")))
     assert standby.writes() == []
     assert not standby.leads()
 
@@ -274,7 +275,7 @@ def test_a_replica_that_stands_by_reads_everything_anew(restored: World) -> None
 def test_what_is_back_as_in_use_holds_its_tier_until_its_node_speaks(restored: World) -> None:
     """The controller alone: nothing is let go of because it was once seen erased, and what went is forgotten."""
     world = restored
-    world.controller.wait_leads(limit_s=90)
+    world.controller.wait_leads()
     wait_until("what the copy has", lambda: world.total("keep") == 2 and world.find("made later") is None)
     wait_until("memory is new", lambda: world.controller.metric("kvtier_tiers") == len(world.api.list(TIERS)))
     resyncs = world.controller.metric('kvtier_resyncs_total{result="done"}')
@@ -285,15 +286,21 @@ def test_what_is_back_as_in_use_holds_its_tier_until_its_node_speaks(restored: W
         assert found is not None
         assert (found["status"]["state"], found["metadata"]["finalizers"]) == ("InUse", FINALIZERS)
     assert world.api.find(TIERS, "later") is None
-    failures = len(world.controller.said("reconcile failed"))
+    failures = len(_failures(world))
     world.erase("of going")
     world.wait_gone("going")
     world.delete("gone")
     world.erase("of gone")
     world.wait_gone("gone")
-    assert len(world.controller.said("reconcile failed")) == failures, "no loop of errors"
+    assert _failures(world)[failures:] == [], "no loop of errors"
     assert world.controller.process is not None
     assert world.controller.process.poll() is None
+
+
+def _failures(world: World) -> list[str]:
+    """Of reconciling, but for an API server that takes its time."""
+    said = [str(it["error"]) for it in world.controller.said("reconcile failed")]
+    return [error for error in said if "no answer from the API server" not in error]
 
 
 @pytest.mark.root
@@ -304,7 +311,7 @@ def test_a_node_corrects_what_was_set_back(restored: World) -> None:
     assert kubelet is not None
     for name, state in (("erased", "Erased"), ("running", "InUse"), ("made later", "InUse")):
         pod = world.pods[name]
-        wait_until(f"{name}: {state}", lambda pod=pod, state=state: kubelet.state_of(pod) == state, limit_s=90)
+        wait_until(f"{name}: {state}", lambda pod=pod, state=state: kubelet.state_of(pod) == state)
     found = kubelet.volume_of(world.pods["erased"]) or {}
     (receipt,) = kubelet.receipts()
     assert found["status"]["lastReceipt"]["hash"] == receipt.hash()
@@ -326,7 +333,8 @@ def test_a_volume_that_its_nodes_ledger_does_not_have_is_told_with_the_remedy(re
     boot_id = world.api.get("nodes", NODE)["status"]["nodeInfo"]["bootID"]  # no reboot proves anything of it
     world.volume("stranger", world.tier("strange"), NODE, boot_id)
     name = world.names["stranger"]
-    wait_until("believed", lambda: world.said(TIERS, "strange", "Encrypted")[0] == "True")
+    # It is believed, until the agent compares: after a list, which it makes when it starts, or when a watch has ended.
+    wait_until("counted", lambda: world.said(TIERS, "strange", "Encrypted") in (MEASURED, ("Unknown", "NotInLedger")))
     kubelet.stop_agent(signal.SIGTERM)
     kubelet.start_agent()
     wait_until("told", lambda: world.said(VOLUMES, name, "Scrubbed") == ("Unknown", "NotInLedger"))
@@ -360,7 +368,9 @@ def test_erasures_that_no_controller_saw_are_told_once_and_so_are_their_deadline
             with pytest.raises(grpc.RpcError):
                 kubelet.unpublish(pod, timeout_s=3)
             wait_until("told", lambda name=name: len(world.events("DeadlineMissed", name)) == 1)
-            assert world.said(VOLUMES, name, "Scrubbed") == ("False", "DeadlineMissed")
+            wait_until(
+                "and shown", lambda name=name: world.said(VOLUMES, name, "Scrubbed") == ("False", "DeadlineMissed")
+            )
             if killed:
                 kubelet.stop_agent(signal.SIGKILL)
                 kubelet.start_agent()
@@ -374,7 +384,7 @@ def test_erasures_that_no_controller_saw_are_told_once_and_so_are_their_deadline
     world.controller.wait_leads()
     wait_until("nothing is left", lambda: world.said(TIERS, "late", "Scrubbed") == ("True", "NothingLeft"))
     for name in names:
-        assert world.said(VOLUMES, name, "Scrubbed") == ("True", "NothingLeft")
+        wait_until("it is shown", lambda name=name: world.said(VOLUMES, name, "Scrubbed") == ("True", "NothingLeft"))
         for reason in ("Erased", "DeadlineMissed"):
             (found,) = world.events(reason, name)
             assert "series" not in found

@@ -75,10 +75,12 @@ def test_a_drained_node_has_nothing_left_of_its_pods(use: Use, installed: Instal
     drain, wait, uncordon = commands(
         "Node drain", kubectl_drain="--pod-selector=kvtier.dev/tier --force --delete-emptydir-data"
     )
+    agent = installed.agent_pod() or {}
     try:
         run(reader, [drain, wait])
         assert use.api.find("pods", use.pod_name) is None
-        assert installed.agent_is_ready(), "the agent stays"
+        installed.wait_agent()  # it stays
+        assert (installed.agent_pod() or {})["metadata"]["uid"] == agent["metadata"]["uid"]
     finally:
         run(reader, [uncordon])
     use.expect_erased("Exit", "Crash")

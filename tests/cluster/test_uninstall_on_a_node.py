@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from controlplane import wait_until
 from installed import Installed, Use
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -20,11 +21,13 @@ def use(installed: Installed) -> Iterator[Use]:
 
 
 def test_uninstall_waits_for_a_tier_in_use_and_leaves_nothing_unerased(use: Use, installed: Installed) -> None:
-    refused = installed.helm("uninstall", "kvtier", "--timeout", "2m", check=False)
+    agent = installed.agent_pod() or {}
+    refused = installed.helm("uninstall", "kvtier", "--timeout", "5m", check=False)
     assert refused.returncode != 0
     assert use.volume in refused.stdout + refused.stderr, refused.stdout + refused.stderr
-    assert installed.agent_is_ready(), "nothing was taken away"
+    installed.wait_agent()
+    assert (installed.agent_pod() or {})["metadata"]["uid"] == agent["metadata"]["uid"], "nothing was taken away"
     use.node.kubectl("-n", use.api.namespace, "delete", "pod", use.pod_name, "--wait=false")
     use.expect_erased("Exit", "Crash")
-    installed.helm("uninstall", "kvtier", "--timeout", "2m")
-    assert installed.agent_pod() is None
+    installed.helm("uninstall", "kvtier", "--timeout", "5m")
+    wait_until("the agent goes", lambda: installed.agent_pod() is None)  # by the garbage collector

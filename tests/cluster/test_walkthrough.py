@@ -53,11 +53,11 @@ def after_the_pod_is_given_its_volume(installed: Installed, api: Api) -> None:
 
 
 def after_the_pod_ended(installed: Installed, _: Api) -> None:
-    assert places(installed) == [], "its directory is gone"
+    wait_until("its directory is gone", lambda: not places(installed))  # a moment after it is on record
 
 
 def after_the_erasure_that_was_asked_for(installed: Installed, api: Api) -> None:
-    assert places(installed) == []
+    wait_until("its directory is gone", lambda: not places(installed))
     request = api.get(ERASURES, "contract-ended")
     (result,) = request["status"]["volumes"]
     assert result["verified"]
@@ -66,12 +66,12 @@ def after_the_erasure_that_was_asked_for(installed: Installed, api: Api) -> None
 
 def after_the_tier_is_deleted(installed: Installed, api: Api) -> None:
     assert api.find(TIERS, "chat") is None
-    assert places(installed) == []
+    wait_until("its directory is gone", lambda: not places(installed))
     wait_until("the objects of its volumes go with it", lambda: not api.list(VOLUMES))
 
 
 def after_the_uninstall(installed: Installed, api: Api) -> None:
-    assert installed.agent_pod() is None
+    wait_until("the agent goes", lambda: installed.agent_pod() is None)  # by the garbage collector
     assert api.find("namespaces", NAMESPACE) is None, "nothing held it"
     crds = installed.node.kubectl("get", "crds", "-o", "name").stdout
     assert len([line for line in crds.splitlines() if line.endswith(".kvtier.dev")]) == 4
