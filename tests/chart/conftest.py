@@ -114,8 +114,43 @@ def cluster(bare_plane: ControlPlane, helm: Path, kubectl: Path) -> Cluster:
             answer = client.post(f"{api.path('kvcachetiers')}?dryRun=All", json=bad)
             return answer.status_code == 403 and "no allowed root" in answer.text
 
+        def pods_are_injected() -> bool:
+            pod = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "probe", "labels": {"kvtier.dev/tier": "probe"}},
+                "spec": {"containers": [{"name": "c", "image": "i"}]},
+            }
+            answer = client.post(f"/api/v1/namespaces/{NAMESPACE}/pods?dryRun=All", json=pod)
+            return "node.kvtier.dev" in answer.text
+
         wait_until("the policies act", tiers_are_policed)
+        _wait_newest_policy(api)
+        if not build_tools.on_floor():
+            wait_until("injection acts", pods_are_injected)
     return cluster
+
+
+def _wait_newest_policy(api: Api) -> None:
+    """Policies begin to act together, once a second, those that the API server knows by then: one that is made now is the last."""
+    name, root = "last-of-all", "/apis/admissionregistration.k8s.io/v1"
+    head = {"apiVersion": "admissionregistration.k8s.io/v1", "metadata": {"name": name}}
+    rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["configmaps"]}
+    policy = {
+        "matchConstraints": {"resourceRules": [rule]},
+        "validations": [{"expression": f"object.metadata.name != '{name}'", "message": "it acts"}],
+    }
+    kind, plural = "ValidatingAdmissionPolicy", "validatingadmissionpolicies"
+    binding = {"policyName": name, "validationActions": ["Deny"]}
+    api.request("POST", f"{root}/{plural}", json={**head, "kind": kind, "spec": policy})
+    api.request(
+        "POST", f"{root}/validatingadmissionpolicybindings", json={**head, "kind": f"{kind}Binding", "spec": binding}
+    )
+    probe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
+    url = "/api/v1/namespaces/default/configmaps?dryRun=All"
+    wait_until("the newest policy acts", lambda: "it acts" in api.client.post(url, json=probe).text)
+    for each in ("validatingadmissionpolicybindings", plural):
+        api.request("DELETE", f"{root}/{each}/{name}")
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ def test_a_place_is_given_up_by_who_has_the_verb_abandon(
     for other in (people.controller(), people.agent("node-a")):
         assert 'needs the verb "abandon"' in refused(lambda api=other: api.merge("kvcachevolumes", name, given_up))
     officer = bound("officer", "kvtier-abandon")
-    wait_until("the role acts", lambda: officer.find("kvcachevolumes", name) is not None)
+    wait_until("the role acts", lambda: _succeeds(lambda: officer.get("kvcachevolumes", name)))
     for empty in ("", "   ", "ok"):
         nothing = {"metadata": {"annotations": {"kvtier.dev/abandon": empty}}}
         if empty:

@@ -73,7 +73,7 @@ def test_without_volumes_there_is_nothing_to_wait_for(drain: Drain) -> None:
 
 
 def test_a_volume_in_use_is_waited_for_and_named(drain: Drain, in_use: Json) -> None:
-    process = drain("wait", "--timeout=3")
+    process = drain("wait", "--timeout=8")
     text = said(process)
     assert process.returncode == 1
     name = in_use["metadata"]["name"]
@@ -122,7 +122,7 @@ def test_a_tier_whose_deletion_is_not_finished_is_waited_for(drain: Drain, peopl
     body["metadata"]["finalizers"] = ["kvtier.dev/erase"]
     people.admin().create("kvcachetiers", body)
     people.admin().delete("kvcachetiers", "going")
-    process = drain("wait", "--timeout=3")
+    process = drain("wait", "--timeout=8")
     assert "going: its deletion is not finished" in said(process)
     assert process.returncode == 1
 
