@@ -9,6 +9,7 @@
         ├── AlreadyThere    somebody made it first: look at it
         ├── Missing         the object, or its kind, is not there
         └── Refused         the request itself does not hold, or is forbidden: trying again alone does not help
+            └── RightMissing    no role allows it; or the API server has just started, and has not read the roles yet
     NotLeading              the Lease is lost: stop, write nothing
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from kvtier_api.errors import KvtierError
 
-__all__ = ["AlreadyThere", "ApiProblem", "Conflict", "Gone", "Missing", "NotLeading", "Refused"]
+__all__ = ["AlreadyThere", "ApiProblem", "Conflict", "Gone", "Missing", "NotLeading", "Refused", "RightMissing"]
 
 
 class ApiProblem(KvtierError):
@@ -43,6 +44,10 @@ class Missing(ApiProblem):
 
 
 class Refused(ApiProblem):
+    pass
+
+
+class RightMissing(Refused):
     pass
 
 

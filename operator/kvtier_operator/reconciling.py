@@ -37,7 +37,7 @@ from kvtier_operator.kube import Kube
 from kvtier_operator.metrics import Metrics
 from kvtier_operator.places import Place
 from kvtier_operator.planning import Plan, Snapshot, own_places, plan
-from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused
+from kvtier_operator.problems import AlreadyThere, ApiProblem, Conflict, Missing, Refused, RightMissing
 from kvtier_operator.releasing import VolumeStep, holds
 from kvtier_operator.requests import FROM_VOLUME
 from kvtier_operator.telling import Teller, of_late
@@ -244,6 +244,8 @@ class Reconciler:
             made = await self._kube.create(ERASURES, body)
         except AlreadyThere:  # this controller, or the one before it, was stopped between the two writes
             made = await self._kube.get(ERASURES, body["metadata"]["name"], place.volume.namespace)
+        except RightMissing:
+            raise
         except (
             Refused
         ) as error:  # a namespace that is being deleted takes no new objects; it must not wait for this one

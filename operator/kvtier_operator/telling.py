@@ -19,7 +19,7 @@ from kvtier_operator.announcing import Announcement, Regarding, of_tier
 from kvtier_operator.event_poster import EventPoster
 from kvtier_operator.event_reasons import EventReason
 from kvtier_operator.facts import ErasureFacts, Key, TierFacts
-from kvtier_operator.problems import ApiProblem, Refused
+from kvtier_operator.problems import ApiProblem, Refused, RightMissing
 
 __all__ = ["Teller", "of_late", "still_true"]
 
@@ -69,10 +69,10 @@ class Teller:
             left.planned.pop(_what(announcement), None)
         try:
             await self._poster.post(announcement)
-        except Refused as error:
-            _not_posted(announcement, error)
         except ApiProblem as error:
             _not_posted(announcement, error)
+            if _is_final(error):
+                return
             left = self._left.setdefault(key, _OfTier())
             left.refused[announcement] = None
             _bound(left.refused)
@@ -110,11 +110,10 @@ class Teller:
             for announcement in refused:
                 try:
                     await self._poster.post(announcement, again=True)
-                except Refused as error:
-                    _not_posted(announcement, error)
                 except ApiProblem as error:
                     _not_posted(announcement, error)
-                    left.refused[announcement] = None
+                    if not _is_final(error):
+                        left.refused[announcement] = None
             self._later(left)
         if not left.refused:
             self._left.pop(key, None)
@@ -169,6 +168,11 @@ def still_true(announcement: Announcement, tier: TierFacts | None, erasures: Col
 def _bound(of: dict[KeyT, ValueT]) -> None:
     if len(of) > _AT_MOST:
         del of[next(iter(of))]
+
+
+def _is_final(error: ApiProblem) -> bool:
+    """Whether it would be refused again. A right may come: an API server that starts has not read the roles yet."""
+    return isinstance(error, Refused) and not isinstance(error, RightMissing)
 
 
 def _not_posted(announcement: Announcement, error: ApiProblem) -> None:

@@ -23,7 +23,7 @@ from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import VOLUMES
 from kvtier_operator.kube import Kube
 from kvtier_operator.metrics import Metrics
-from kvtier_operator.problems import ApiProblem, Conflict, NotLeading, Refused
+from kvtier_operator.problems import ApiProblem, Conflict, NotLeading, Refused, RightMissing
 from kvtier_operator.reconciling import Reconciler
 from kvtier_operator.view import View
 
@@ -271,6 +271,40 @@ def test_what_is_said_again_is_counted_by_one_request_and_never_lost(api: Api, p
         assert "series" not in api.get("events", name)
 
     in_hand(plane, work)
+
+
+def test_a_record_of_lost_keys_is_made_though_the_api_server_does_not_know_the_role_yet(
+    api: Api, plane: ControlPlane
+) -> None:
+    """One that has just started. Only a namespace that ends can have none: then the tier goes without."""
+    of = api.create("kvcachetiers", tier("t"))
+    api.merge("kvcachetiers", "t", {"metadata": {"finalizers": ["kvtier.dev/erase"]}})
+    at = api.create("nodes", node(f"node-{api.namespace}", ready="False", boot_id="boot-2"))
+    body = volume(of, at["metadata"]["name"])
+    name = body["metadata"]["name"]
+    api.create("kvcachevolumes", body | {"status": volume_status("InUse")})
+    api.delete("kvcachetiers", "t")
+    nobody = plane.kubeconfig("nobody")
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(api.get("kvcachetiers", "t")))
+        hand.view.take(volume_facts(api.get("kvcachevolumes", name)))
+        hand.view.take(node_facts(at))
+        starting, create = Kube(KubeConfig.from_file(nobody), hand.metrics, hand.fence), hand.kube.create
+        try:
+            hand.kube.create = starting.create  # type: ignore[method-assign]
+            with pytest.raises(RightMissing):
+                await hand.reconciler.reconcile((api.namespace, "t"))
+        finally:
+            await starting.close()
+        assert api.find("kvcachetiers", "t") is not None
+        hand.kube.create = create  # type: ignore[method-assign]
+        while await hand.reconciler.reconcile((api.namespace, "t")) == 0.0:
+            pass
+
+    in_hand(plane, work)
+    assert api.get("kvcacheerasures", f"{name}-keys-lost")["status"]["state"] == "Complete"
+    assert api.find("kvcachetiers", "t") is None
 
 
 def test_what_is_forbidden_is_said_as_refused(api: Api, plane: ControlPlane) -> None:
