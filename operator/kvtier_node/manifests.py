@@ -112,6 +112,9 @@ class ManifestDirectory:
             self._good[path] = _tiers_in(path)
             self._errors.pop(path, None)
         except KvtierError as error:
+            if not os.path.lexists(path):  # removed since it was looked at
+                self._forget(path)
+                return
             self._errors[path] = error
 
     def _collect(self, paths: Iterable[str]) -> Manifests:

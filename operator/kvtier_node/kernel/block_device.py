@@ -7,6 +7,7 @@ device if they share a mark.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import Final
@@ -21,6 +22,8 @@ _NO_ID: Final = frozenset({"(null)", "none", "unknown", "default", "not specifie
 """What drivers and disks without a serial number say (User-mode Linux: `(null)`)."""
 THIS_BOOT: Final = "boot "
 """How a mark begins that holds until the next restart only."""
+_NOT_THERE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV})
+"""ENODEV: the attribute was opened, and its device went (kernfs)."""
 _IDS: Final = ("dm/uuid", "wwid", "device/wwid", "serial", "device/cid")
 """Not `device/serial`: of NVMe it is the controller's, which several namespaces share."""
 
@@ -79,5 +82,7 @@ def _text(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return ""
+        raise

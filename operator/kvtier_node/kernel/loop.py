@@ -129,6 +129,16 @@ def _open(path: str, flags: int = os.O_RDONLY) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY)
 
 
+def _open_unless_going(path: str, flags: int = os.O_RDONLY) -> int | None:
+    """None for a device that its last user is just taking apart (ENXIO): the kernel lets nobody in until that is done."""
+    try:
+        return _open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return None
+        raise
+
+
 def _get(fd: int) -> _LoopInfo64 | None:
     info = _LoopInfo64()
     try:
@@ -169,7 +179,9 @@ def _configure(number: int, image_fd: int, *, direct_io: bool, read_only: bool) 
     path = _node(number)
     config = _LoopConfig(fd=image_fd)
     config.info.lo_flags = (c.LO_FLAGS_DIRECT_IO if direct_io else 0) | (c.LO_FLAGS_READ_ONLY if read_only else 0)
-    fd = _open(path, os.O_RDONLY if read_only else os.O_RDWR)
+    fd = _open_unless_going(path, os.O_RDONLY if read_only else os.O_RDWR)
+    if fd is None:
+        return None
     try:
         libc.ioctl(fd, c.LOOP_CONFIGURE, config)
     except OSError as error:
@@ -185,11 +197,13 @@ def _configure(number: int, image_fd: int, *, direct_io: bool, read_only: bool) 
 def status(device: LoopDevice) -> LoopStatus | None:
     """What the kernel says of the device; None if nothing is attached to it."""
     try:
-        fd = _open(device.path)
-    except (FileNotFoundError, OSError) as error:
-        if isinstance(error, FileNotFoundError) or error.errno == errno.ENXIO:
-            return None
+        fd = _open_unless_going(device.path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
         raise KernelError(f"open: {error.strerror}", obj=device.path) from error
+    if fd is None:
+        return None
     try:
         info = _get(fd)
     finally:
@@ -216,8 +230,10 @@ def detach(device: LoopDevice) -> bool:
     that is free already, or has another image by now, is left alone: True. Raises KernelError.
     """
     try:
-        fd = _open(device.path)
+        fd = _open_unless_going(device.path)
     except FileNotFoundError:
+        return True
+    if fd is None:
         return True
     try:
         info = _get(fd)
@@ -242,7 +258,9 @@ def detach(device: LoopDevice) -> bool:
 
 def set_autoclear(device: LoopDevice) -> None:
     """The kernel detaches the device when its last user goes. Call it once mounted: with no user it is detached now."""
-    fd = _open(device.path)
+    fd = _open_unless_going(device.path)
+    if fd is None:
+        raise KernelError("the device has no image, or another one", obj=device.path)
     try:
         info = _get(fd)
         if info is None or not _is_still(device, info):
@@ -307,7 +325,9 @@ def transient(image_fd: int) -> Iterator[LoopDevice]:
             path = _node(number)
             config = _LoopConfig(fd=image_fd)
             config.info.lo_flags = c.LO_FLAGS_AUTOCLEAR
-            fd = _open(path, os.O_RDWR)
+            fd = _open_unless_going(path, os.O_RDWR)
+            if fd is None:
+                continue
             try:
                 libc.ioctl(fd, c.LOOP_CONFIGURE, config)
             except OSError as error:
