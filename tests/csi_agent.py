@@ -40,17 +40,17 @@ from kvtier_node.csi.server import CsiOptions, CsiService
 from kvtier_node.csi.surroundings import ContainerUser, PodFacts
 from kvtier_node.endpoints import Listen
 from kvtier_node.event_log import Log, configure
-from kvtier_node.kernel import loop
 from kvtier_node.ledger import Ledger, Transition, VolumeRow
 from kvtier_node.node import Node
 from kvtier_node.pods.consumer import PodIdentity
 from kvtier_node.pods.target import TargetDirectory
 from kvtier_node.receipts import Receipt
 from kvtier_node.threads import Threads
+from leftovers import detach_below, loop_devices_below
 from live_logs import json_lines
 
 NODE = "node-a"
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """How long a test waits for what must come. Not what is claimed of speed: the machine may be busy."""
 CANARY = b"KVTIER-CSI-CANARY-of-a-prompt-0123456789"
 
@@ -239,23 +239,25 @@ class Kubelet:
             options=[("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200)],
         )
         if serve:
-            self.wait("the agent is ready", lambda: (die and process.poll() is not None) or self.is_ready())
+            self.wait(
+                "the agent is ready", lambda: self.is_ready(may_die=die is not None) or process.poll() is not None
+            )
 
     def command(self, die: str | None) -> list[str]:
         return [sys.executable, __file__, str(self.base), *([die] if die else [])]
 
-    def probe(self) -> bool | None:
-        """What the endpoint says of itself; None while it does not answer."""
+    def probe(self, *, may_die: bool = False) -> bool | None:
+        """What the endpoint says of itself; None while it does not answer. Only with `may_die` may the agent have ended."""
         assert self._channel is not None and self.process is not None
-        assert self.process.poll() is None, (self.base / "agent.log").read_text()[-3000:]
+        assert may_die or self.process.poll() is None, (self.base / "agent.log").read_text()[-3000:]
         try:
             answer = csi_pb2_grpc.IdentityStub(self._channel).Probe(pb.ProbeRequest(), timeout=2)
         except grpc.RpcError:
             return None
         return bool(answer.ready.value)
 
-    def is_ready(self) -> bool:
-        return self.probe() is True
+    def is_ready(self, *, may_die: bool = False) -> bool:
+        return self.probe(may_die=may_die) is True
 
     def stop_agent(self, number: int = signal.SIGTERM) -> int:
         assert self.process is not None
@@ -417,18 +419,22 @@ class Kubelet:
             os.close(fd)
 
     def left_over(self) -> list[str]:
-        """Mounts and loop devices of this test that are still there."""
-        return [*self.mounts(), *(name for name, path in loop.backing_paths().items() if str(self.base) in path)]
+        """Mounts and loop devices of this test that are still there, and stay: another test's agent may look at one just now."""
+        until = time.monotonic() + LIMIT_S
+        while (left := self._left_now()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+    def _left_now(self) -> list[str]:
+        return [*self.mounts(), *(device.path for device in loop_devices_below(self.base))]
 
     def clean_up(self) -> None:
         """End the agent, take away what it left of mounts and loop devices, show its log, and remove the folder."""
         if self.process is not None:
             self.stop_agent(signal.SIGKILL)
-        left = self.left_over()
         for point in sorted(self.mounts(), reverse=True):
             subprocess.run(["umount", "-l", point], check=False)
-        for device in [name for name in left if name.startswith("loop")]:
-            subprocess.run(["losetup", "-d", f"/dev/{device}"], check=False)
+        detach_below(self.base)
         log = self.base / "agent.log"
         print((log.read_text() if log.exists() else "")[-6000:])
         shutil.rmtree(self.base)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 from dataclasses import replace
 from typing import Any
@@ -75,15 +76,27 @@ def live(ledger: Ledger, identity: NodeIdentity, volume_id: str | None = None, s
     return sample.volume_id
 
 
-def serve(state_dir: str, count: int, fd: int) -> None:
-    """`count` lives (0: until killed) in `state_dir`; each acknowledged arrow is one line on `fd`."""
+def serve(state_dir: str, count: int, fd: int, *, arrows: int = 0) -> None:
+    """`count` lives (0: until killed) in `state_dir`; each acknowledged arrow is one line on `fd`.
+
+    After `arrows` of them (0: never) this process kills itself.
+    """
     identity = NodeIdentity.load_or_create(state_dir)
+    told = 0
+
+    def say(volume_id: str, state: VolumeState) -> None:
+        nonlocal told
+        os.write(fd, f"{volume_id} {state}\n".encode())
+        told += 1
+        if told == arrows:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     with Ledger.open(state_dir) as ledger:
         done = 0
         while not count or done < count:
-            live(ledger, identity, say=lambda volume_id, state: os.write(fd, f"{volume_id} {state}\n".encode()))
+            live(ledger, identity, say=say)
             done += 1
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), 1)
+    serve(sys.argv[1], int(sys.argv[2]), 1, arrows=int(sys.argv[3]) if len(sys.argv) > 3 else 0)

@@ -17,11 +17,12 @@ from typing import Any
 
 import yaml
 
+from leftovers import detach_below
 from live_logs import json_lines
 from requirements import need_tool
 
 KVTIER = [sys.executable, "-m", "kvtier_cli.main"]
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 def wait_for(what: Callable[[], Any], text: str, limit_s: float = LIMIT_S) -> Any:
@@ -251,13 +252,7 @@ class Host:
             return
         for point in reversed(self.mounts()):
             subprocess.run(["umount", "-l", point], check=False)
-        listed = subprocess.run(
-            ["losetup", "-l", "-n", "-O", "NAME,BACK-FILE"], capture_output=True, text=True, check=False
-        )
-        for line in listed.stdout.splitlines():
-            name, _, backing = line.strip().partition(" ")
-            if str(self.base) in backing:
-                subprocess.run(["losetup", "-d", name], check=False)
+        detach_below(self.base)
 
 
 def _kill(pid: int) -> None:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import claims
 from scenario import below
 
-from kvtier_node.kernel import loop
+from leftovers import detach_below
 
 
 @pytest.fixture
@@ -36,15 +36,6 @@ def new_base(made: list[Path]) -> Path:
     return base
 
 
-def detach(name: str, base: Path) -> None:
-    """Detach loop device `name` if it still is on an image below `base`: by now the number may be another test's."""
-    for image in base.rglob("volume.img"):
-        info = image.stat()
-        for device in loop.find_by_backing(info.st_dev, info.st_ino):
-            if device.path.endswith(name):
-                loop.detach(device)
-
-
 def discard(base: Path) -> None:
     """Take everything below `base` away, whatever state a failed test left it in."""
     claims.end_consumer(base)
@@ -52,6 +43,5 @@ def discard(base: Path) -> None:
         kind, _, what = line.partition(": ")
         if kind == "mount":
             subprocess.run(["umount", "-l", what.split()[4]], check=False)
-        else:
-            detach(what, base)
+    detach_below(base)
     subprocess.run(["rm", "-rf", str(base)], check=True)

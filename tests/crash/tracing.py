@@ -64,7 +64,7 @@ class Ending:
     said: str
 
 
-def run(subject: Callable[[], None], log: Path, fault: str | None, *, limit_s: float = 60.0) -> Ending:
+def run(subject: Callable[[], None], log: Path, fault: str | None, *, limit_s: float = 300.0) -> Ending:
     """Run `subject` traced, with `fault` (`Point.fault`) or without."""
     go_read, go_write = os.pipe()
     say_read, say_write = os.pipe()
@@ -94,13 +94,13 @@ def run(subject: Callable[[], None], log: Path, fault: str | None, *, limit_s: f
     os.write(go_write, b"g")
     os.close(go_write)
     status = _wait(pid, limit_s)
-    tracer.wait(10)
+    tracer.wait(120)
     said = _drain(say_read)
     return Ending(os.WIFSIGNALED(status), os.waitstatus_to_exitcode(status), said)
 
 
 def _wait_until_traced(pid: int) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         text = Path(f"/proc/{pid}/status").read_text()
         if not re.search(r"^TracerPid:\t0$", text, re.M):

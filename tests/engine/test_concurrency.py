@@ -155,10 +155,16 @@ def test_close_keeps_the_files_open_until_a_write_that_has_begun_is_done(open_st
 
     def close() -> None:
         assert begun.wait(60)
-        threading.Timer(0.3, go_on.set).start()
         store.close()
         closed.set()
 
-    _together(put, close)
+    def let_go() -> None:
+        assert begun.wait(60)
+        while store._keys.keys:  # until the store is being closed
+            time.sleep(0.01)
+        time.sleep(0.3)  # in which it would close the file, if it did not wait
+        go_on.set()
+
+    _together(put, close, let_go)
     assert closed.is_set()
     assert descriptors[0] >= 0

@@ -160,7 +160,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
             os.posix_fallocate(file.fileno(), 0, left.f_bavail * left.f_frsize - 6 * SLOT_BYTES)
         yield mount
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 @pytest.mark.root

@@ -180,7 +180,7 @@ def test_dropping_waits_for_the_cipher_in_use(clock: HandClock) -> None:
         assert not dropped.wait(0.1)
         with ring.cipher(number) as again:
             assert again is None or not ring._by_number[number].dropped
-    thread.join(10)
+    thread.join(120)
     assert dropped.is_set()
     ring.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier_node.backends import image
+from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import fscrypt, libc, loop
 from node_host import MIB, Host, make_host
 from requirements import need_root
@@ -48,3 +50,44 @@ def encrypted_root(host: Host) -> Iterator[Path]:
     finally:
         os.close(root)
     yield host.root / "secret"
+
+
+@pytest.fixture
+def private_mounts() -> Iterator[None]:
+    """A mount namespace of this test's own: whatever is mounted in it ends with it, even if the test is killed.
+
+    And no other namespace that is made meanwhile, by another test or by whatever builds images, has copies of it.
+    """
+    need_root()
+    library = ctypes.CDLL(None, use_errno=True)
+    cwd = os.open(".", os.O_PATH)
+    home = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
+    assert library.unshare(0x20000) == 0, os.strerror(ctypes.get_errno())
+    try:
+        libc.mount(None, "/", None, c.MS_REC | c.MS_PRIVATE, None)
+        yield
+    finally:
+        assert library.setns(home, 0x20000) == 0, os.strerror(ctypes.get_errno())
+        os.fchdir(cwd)
+        os.close(cwd)
+        os.close(home)
+
+
+@pytest.fixture
+def own_disk(host: Host) -> Host:
+    """The tiers' root on a file system of its own: it can be unmounted, and no other process makes files on it."""
+    host.python(
+        """
+        import os, sys
+        from kvtier_node.backends import image
+        from kvtier_node.kernel import libc, loop
+        fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(fd, 0, 160 << 20)
+        device = loop.attach(fd)
+        image.make_file_system(device.path, features="^has_journal")
+        libc.mount(device.path, sys.argv[2], "ext4", 0, None)
+        """,
+        str(host.base / "disk.img"),
+        str(host.root),
+    )
+    return host

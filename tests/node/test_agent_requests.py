@@ -67,9 +67,10 @@ def test_a_request_does_not_end_a_volume_that_was_made_after_it(host: Host) -> N
     host.declare("chat", **SEALED)
     host.node()
     _, told, _ = host.run("chat", 'exec 3<>"$KVTIER_SLOT_PREFIX.rank_0"; sleep 600 & echo $! > $NOTE/child; wait')
-    host.kvtier("erase", "chat", "--reason", "x", "--yes")
-    child = int(next(host.base.glob("notes-*/child")).read_text())
+    [note] = [path / "child" for path in host.base.glob("notes-*")]
+    child = int(wait_for(lambda: note.exists() and note.read_text(), "the child, which has the slot file too"))
     host.pids.append(child)
+    host.kvtier("erase", "chat", "--reason", "x", "--yes")
     later, told_later, _ = host.run("chat", "sleep 600")
     # What the first command forked still holds its slot file: the request stays open, and the later volume stays in use.
     assert len(host.json("status")["requests"]) == 1
@@ -145,7 +146,7 @@ def test_a_missed_deadline_is_a_condition_a_metric_and_on_the_receipt(
     host, volume, stranger = blocked
     said = host.wait_condition("chat", "Scrubbed", "False", "DeadlineMissed")
     assert volume in said["message"]
-    assert host.volume(volume)["state"] == "Erasing"
+    host.wait_state(volume, "Erasing")
     assert any(item["reason"] == "DeadlineMissed" for item in host.json("status")["events"])
     stranger.kill()
     stranger.wait()

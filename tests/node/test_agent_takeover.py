@@ -41,16 +41,17 @@ def test_when_kvtier_run_is_killed_the_node_takes_its_volume_and_erases_it_after
     node.event("took-over", volume=volume)
     assert host.volume(volume)["state"] == "InUse"
     assert Path(told["KVTIER_SLOT_PREFIX"] + ".rank_0").exists()
+    child = int(wait_for(lambda: children_of(host), "the sleeper")[0])
     os.kill(pid, signal.SIGKILL)
     # The shell is dead; the child that it forked still holds the slot file, and is the consumer too.
-    child = int(wait_for(lambda: children_of(host), "the sleeper")[0])
+    wait_for(lambda: has_ended(pid), "the shell's end")
     assert host.volume(volume)["state"] == "InUse"
     os.kill(child, signal.SIGKILL)
     host.wait_state(volume, "Erased")
     receipt = next(item for item in host.receipts() if item["volume_id"] == volume)
     assert (receipt["trigger"], receipt["deadline_met"]) == ("Crash", True)
     assert host.mounts() == []
-    assert list((host.root / "chat").iterdir()) == []
+    wait_for(lambda: list((host.root / "chat").iterdir()) == [], "the removal of its place, which follows the record")
 
 
 def children_of(host: Host) -> list[str]:

@@ -19,6 +19,7 @@ from kvtier_node.live import LiveVolume
 from kvtier_node.provisioning import start
 from kvtier_node.receipts import Receipt
 from kvtier_node.recovery import evidence
+from leftovers import remove_cgroup
 from node_host import CANARY, Consumer, Host, eventually
 from requirements import missing, need_tool
 
@@ -84,7 +85,7 @@ def small_cgroup() -> Iterator[Path]:
         (group / limit).write_text(str(64 << 20))
         yield group
         eventually("the group is empty", lambda group=group: not (group / "cgroup.procs").read_text())
-        group.rmdir()
+        remove_cgroup(group)
         return
     missing("a cgroup with the memory controller")
 
@@ -99,6 +100,13 @@ def test_oom_kill(host: Host, used: tuple[LiveVolume, Consumer], small_cgroup: P
     assert watch(host, live).trigger is Trigger.CRASH
 
 
+def has_open(pid: int, path: str) -> bool:
+    try:
+        return any(os.readlink(f"/proc/{pid}/fd/{fd}") == path for fd in os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it opens and closes others meanwhile
+        return False
+
+
 def test_a_killed_child_alone_ends_nothing_and_a_forked_child_that_holds_a_file_counts_as_alive(
     host: Host, used: tuple[LiveVolume, Consumer]
 ) -> None:
@@ -111,7 +119,8 @@ def test_a_killed_child_alone_ends_nothing_and_a_forked_child_that_holds_a_file_
                 time.sleep(60)
     """
     first, second = int(consumer.do(fork)), int(consumer.do(fork))
-    eventually("both have it", lambda: live.watch is not None and live.watch.holders() == 1)
+    eventually("both have it", lambda: all(has_open(pid, f"{live.slots_path}/slot.rank_0") for pid in (first, second)))
+    assert live.watch is not None and live.watch.holders() == 1, "one file"
     os.kill(first, signal.SIGKILL)
     assert look(host.node, live).in_use, "the consumer itself lives"
     consumer.kill()

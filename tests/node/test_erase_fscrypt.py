@@ -20,7 +20,9 @@ from kvtier_node.kernel import fscrypt, libc, loop
 from kvtier_node.kernel.fscrypt import KeyStatus
 from kvtier_node.receipts import Receipt, Step, Technique
 from kvtier_node.sampling import Range
+from leftovers import eventually_given_back
 from node_host import CANARY, MIB, Host, eventually, raw_count
+from unmounting import unmount_everywhere
 
 pytestmark = pytest.mark.root
 
@@ -203,26 +205,29 @@ def test_an_image_whose_name_is_gone_is_still_erased_and_given_back(host: Host) 
     host.assert_nothing_left(live)
 
 
-def test_another_image_that_has_the_number_of_one_that_is_gone_is_not_taken_for_it(host: Host) -> None:
+def test_another_image_that_has_the_number_of_one_that_is_gone_is_not_taken_for_it(own_disk: Host) -> None:
     """A crash came after the image was removed; another tier's image has its inode number, and a loop device."""
+    host = own_disk  # where nobody else takes the number
     live, consumer = host.in_use(host.tier("Fscrypt"))
     host.write_canary(consumer)
     consumer.kill()
-    made = host.image(live).stat().st_ino
+    made = host.image(live).stat()
     live.close_watch()
-    libc.umount2(f"{live.row.place}/mnt", 0)
-    for device in host.loops():
-        loop.detach(loop.LoopDevice(device, int(device[9:])))
+    unmount_everywhere(f"{live.row.place}/mnt")
+    [own] = loop.find_by_backing(made.st_dev, made.st_ino)
+    loop.detach(own)
+    assert eventually_given_back(own)
     os.unlink(host.image(live))
-    theirs = file_with_number(made, host.image(live).parent).rename(host.base / "another-volume.img")
+    theirs = file_with_number(made.st_ino, host.image(live).parent).rename(host.root / "another-volume.img")
     fd = os.open(theirs, os.O_RDWR)
     os.ftruncate(fd, MIB)
     device = loop.attach(fd)
     os.close(fd)
     assert "no loop device has the image" in steps(host.erase(live))["key-removed"].detail
-    assert host.loops() == [device.path]
+    assert loop.find_by_backing(made.st_dev, made.st_ino) == [device]
     loop.detach(device)
-    host.assert_nothing_left(live)
+    assert not os.path.lexists(live.row.place)
+    assert not os.path.lexists(f"{host.state}/volumes/{live.volume_id}.lock")
 
 
 def test_an_image_that_was_renamed_on_its_loop_device_is_not_claimed_to_be_gone(host: Host) -> None:

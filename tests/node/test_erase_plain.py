@@ -262,11 +262,14 @@ def test_a_request_does_not_overwrite_under_a_process_that_goes_on_writing(host:
     assert "open or mapped" in event.message
     if how != "forked child":
         os.kill(child, 9)
-    else:
-        for name in os.listdir("/proc"):
+
+    def nobody_has_it() -> bool:
+        for name in os.listdir("/proc") if how == "forked child" else []:
             if name.isdecimal() and child_of(live, name):
                 os.kill(int(name), 9)
-    eventually("nobody has it", lambda: live.watch is not None and live.watch.holders() == 0)
+        return live.watch is not None and live.watch.holders() == 0
+
+    eventually("nobody has it", nobody_has_it)
     [receipt] = fulfil_requests(host.node, [live])
     assert receipt.trigger is Trigger.REQUEST
     assert host.node.ledger.open_requests() == []

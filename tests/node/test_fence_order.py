@@ -56,7 +56,7 @@ def test_without_its_guardians_word_the_command_never_starts(host: Host, what: s
     if what == "another byte":
         os.write(gate, b"x")
     os.close(gate)
-    assert host.processes[-1].wait(30) == 1
+    assert host.processes[-1].wait(120) == 1
     assert not mark.exists()
 
 
@@ -119,7 +119,7 @@ print(result.volume_id, result.exit_code, result.receipt.trigger)
         )
         for _ in range(2)
     ]
-    answers = [run.communicate(timeout=90) for run in runs]
+    answers = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], answers
     volumes = {answer[0].split()[0] for answer in answers}
     assert len(volumes) == 2
@@ -146,7 +146,7 @@ print(len(found.erased))
         host.popen([sys.executable, "-c", code, host.state, str(host.root)], stdout=-1, stderr=-1, text=True)
         for _ in range(3)
     ]
-    answers = [run.communicate(timeout=90) for run in runs]
+    answers = [run.communicate(timeout=300) for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], answers
     assert sum(int(answer[0]) for answer in answers) == 3
     assert len(host.node.ledger.receipts()) == 3

@@ -12,8 +12,6 @@ import pytest
 
 from kvtier_api.errors import KernelError, UnsafePath
 from kvtier_node.guardian import Guardian
-from node_host import eventually
-from requirements import need_tool
 
 VOLUME = "kvv-0123456789abcdef0123"
 HOLDER = """
@@ -124,37 +122,37 @@ def test_nobody_guards_by_a_lock_on_a_file_without_a_name(tmp_path: Path) -> Non
     assert most == 1
 
 
+LATE = """
+import fcntl, sys
+lock = fcntl.fcntl
+def late(*arguments):
+    print("opened", flush=True)
+    sys.stdin.readline()
+    return lock(*arguments)
+fcntl.fcntl = late
+from kvtier_node.guardian import Guardian
+guardian = Guardian.try_acquire(sys.argv[1], sys.argv[2])
+print("held" if guardian else "refused", flush=True)
+"""
+"""Its lock comes when it is told so, by a line."""
+
+
 def test_a_lock_that_came_too_late_for_the_name_is_given_up(tmp_path: Path) -> None:
     """It opened the file; the guardian ended the volume and unlinked it; another made it anew. Then its lock came."""
     first = Guardian.try_acquire(str(tmp_path), VOLUME)
     assert first is not None
-    late = subprocess.Popen(
-        [need_tool("strace"), "-qq", "-e", "trace=fcntl", "-e", "inject=fcntl:delay_enter=2000000", "-o", os.devnull,
-         sys.executable, "-c", HOLDER, str(tmp_path), VOLUME],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        path = str(tmp_path / "volumes" / f"{VOLUME}.lock")
-        eventually("opened, and its lock delayed", lambda: opened_by(late.pid, path))
+    command = [sys.executable, "-c", LATE, str(tmp_path), VOLUME]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as late:
+        assert late.stdin is not None and late.stdout is not None
+        assert late.stdout.readline() == "opened\n"
         first.close(ended=True)
         second = Guardian.try_acquire(str(tmp_path), VOLUME)
         assert second is not None
-        assert late.stdout is not None and late.stdout.readline() == "refused\n"
+        late.stdin.write("\n\n")
+        late.stdin.flush()
+        assert late.stdout.readline() == "opened\n", "the file that has the name now"
+        assert late.stdout.readline() == "refused\n"
         second.close()
-    finally:
-        assert late.stdin is not None
-        late.stdin.close()
-        late.wait()
-
-
-def opened_by(parent: int, path: str) -> bool:
-    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        try:
-            if any(os.readlink(f"/proc/{child}/fd/{fd}") == path for fd in os.listdir(f"/proc/{child}/fd")):
-                return True
-        except OSError:
-            continue
-    return False
 
 
 @pytest.mark.parametrize("name", ["", "kvv-", "../etc", "kvv-0123456789abcdef012g", "kvv-0123456789abcdef01234", "x/y"])

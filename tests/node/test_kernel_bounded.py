@@ -179,12 +179,17 @@ def test_request_larger_than_a_pipe_arrives() -> None:
     assert call("echo", text="x" * 2**20)["arguments"] == {"text": "x" * 2**20}
 
 
+def children() -> set[str]:
+    """Of this process, zombies included; another test of the worker may have left some."""
+    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
 def test_function_over_its_limit_is_killed() -> None:
+    before = children()
     with pytest.raises(KernelError, match=r"timed out after 0\.5 s"):
         call("sleep", timeout_s=0.5)
     assert bounded.unreaped() == []
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert children() <= before
 
 
 def test_grandchild_that_holds_every_pipe_delays_nothing_and_does_not_outlive_the_call() -> None:
@@ -252,8 +257,12 @@ def test_error_of_a_tool_that_repeats_its_input_is_withheld(filter_: str) -> Non
 
 def test_tool_over_its_limit_is_killed_with_what_it_started(tmp_path: Path) -> None:
     script = f"sleep 1000 & echo $! > {tmp_path}/started; echo waiting >&2; wait"
-    with pytest.raises(KernelError, match="timed out after 2 s: waiting"):
-        bounded.run_tool(["sh", "-c", script], timeout_s=2)
+    for limit_s in (2, 8, 32):  # longer where the machine is so busy that it does not come so far
+        with pytest.raises(KernelError, match=f"timed out after {limit_s} s") as caught:
+            bounded.run_tool(["sh", "-c", script], timeout_s=limit_s)
+        if "waiting" in str(caught.value):
+            break
+    assert f"timed out after {limit_s} s: waiting" in str(caught.value)
     grandchild = int((tmp_path / "started").read_text())
     with contextlib.suppress(NotFound), PidFd.open(grandchild) as process:
         assert process.wait(30)
@@ -338,12 +347,14 @@ def test_child_that_cannot_be_killed_is_left_behind_and_reaped_later(
     frozen: tuple[Path, Callable[[], None]], kind: str
 ) -> None:
     path, thaw = frozen
-    if kind == "tool":
+    for limit_s in (2, 8, 32):  # longer where the machine is so busy that it does not come to its write
         with pytest.raises(KernelError, match="timed out"):
-            bounded.run_tool(["dd", "if=/dev/zero", f"of={path}", "bs=1M", "count=1"], timeout_s=1)
-    else:
-        with pytest.raises(KernelError, match="timed out"):
-            call("write_to", timeout_s=2, path=str(path))
+            if kind == "tool":
+                bounded.run_tool(["dd", "if=/dev/zero", f"of={path}", "bs=1M", "count=1"], timeout_s=limit_s)
+            else:
+                call("write_to", timeout_s=limit_s, path=str(path))
+        if bounded.unreaped():
+            break
     (left,) = bounded.unreaped()
     assert state_of(left) == "D", "the kernel really holds it"
     assert call("echo") == {"fds": [], "arguments": {}}, "the next call goes on"

@@ -87,7 +87,7 @@ def mounted(target: Path) -> Iterator[int]:
 
 @pytest.mark.root
 @pytest.mark.parametrize("name", ["plain", "with space", "with\nnewline", "with\\backslash", "with\ttab", "\udcff"])
-def test_real_mount_point_is_found_by_device_whatever_its_name(tmp_path: Path, name: str) -> None:
+def test_real_mount_point_is_found_by_device_whatever_its_name(tmp_path: Path, name: str, private_mounts: None) -> None:
     need_root()
     with mounted(tmp_path / name) as device:
         assert [entry.mount_point for entry in mounts.mounts_of_device(device)] == [str(tmp_path / name)]
@@ -147,7 +147,7 @@ def other_namespace(script: str, *arguments: str) -> Iterator[int]:
 
 
 @pytest.mark.root
-def test_mount_that_leaked_into_another_namespace_is_found_there(tmp_path: Path) -> None:
+def test_mount_that_leaked_into_another_namespace_is_found_there(tmp_path: Path, private_mounts: None) -> None:
     """firejail#5640, systemd#39062: lsof shows nothing, and the device stays busy for weeks."""
     need_root()
     with mounted(tmp_path / "mnt") as device:
@@ -158,11 +158,12 @@ def test_mount_that_leaked_into_another_namespace_is_found_there(tmp_path: Path)
         assert mounts.mounts_elsewhere(device) == [(pid, str(tmp_path / "mnt"))]
     finally:
         leak.__exit__(None, None, None)
-    assert mounts.mounts_elsewhere(device) == []
+    # By its path: the number may be another's by now.
+    assert str(tmp_path / "mnt") not in [point for _, point in mounts.mounts_elsewhere(device)]
 
 
 @pytest.mark.root
-def test_one_process_stands_for_its_namespace_and_each_namespace_counts(tmp_path: Path) -> None:
+def test_one_process_stands_for_its_namespace_and_each_namespace_counts(tmp_path: Path, private_mounts: None) -> None:
     need_root()
     with mounted(tmp_path / "mnt") as device:
         (tmp_path / "else where").mkdir()
@@ -179,7 +180,7 @@ def test_one_process_stands_for_its_namespace_and_each_namespace_counts(tmp_path
 
 
 @pytest.mark.root
-def test_namespace_of_a_single_thread_counts(tmp_path: Path) -> None:
+def test_namespace_of_a_single_thread_counts(tmp_path: Path, private_mounts: None) -> None:
     need_root()
     (tmp_path / "mnt").mkdir()
     inside, leave = threading.Event(), threading.Event()
@@ -205,7 +206,7 @@ def test_namespace_of_a_single_thread_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_dead_process_that_nobody_reaped_hides_nothing(tmp_path: Path) -> None:
+def test_dead_process_that_nobody_reaped_hides_nothing(tmp_path: Path, private_mounts: None) -> None:
     need_root()
     with mounted(tmp_path / "mnt") as device, subprocess.Popen(["true"]) as zombie:
         os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)

@@ -33,7 +33,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
         mount.chmod(0o755)
         yield mount
     finally:
-        subprocess.run([need_tool("umount"), mount], check=True)
+        subprocess.run([need_tool("umount"), "-l", mount], check=True)
 
 
 def fill(mount: Path) -> Path:

@@ -31,7 +31,7 @@ def start(state_dir: Path, count: int) -> subprocess.Popen[bytes]:
 def test_processes_that_start_at_once_share_one_key_one_ledger_and_one_chain(tmp_path: Path) -> None:
     children = [start(tmp_path / "s", LIVES) for _ in range(PROCESSES)]
     for child in children:
-        _, errors = child.communicate(timeout=120)
+        _, errors = child.communicate(timeout=400)
         assert child.returncode == 0, errors.decode()
     identity = NodeIdentity.load(tmp_path / "s")
     mirror = (tmp_path / "s" / "receipts.jsonl").read_bytes()
@@ -52,7 +52,7 @@ def test_processes_that_are_killed_stop_no_other(tmp_path: Path) -> None:
             for _ in range(20):
                 doomed.stdout.readline()
             doomed.send_signal(signal.SIGKILL)
-    _, errors = steady.communicate(timeout=120)
+    _, errors = steady.communicate(timeout=400)
     assert steady.returncode == 0, errors.decode()
     with Ledger.open(tmp_path / "s", create=False) as ledger:
         ledger.check()

@@ -136,7 +136,7 @@ print(len(node.ledger.volumes()))
         host.popen([sys.executable, "-c", code, host.state, str(host.root)], stdout=-1, stderr=-1, text=True)
         for _ in range(4)
     ]
-    answers = [start.communicate(timeout=60) for start in starts]
+    answers = [start.communicate(timeout=180) for start in starts]
     assert [start.returncode for start in starts] == [0] * 4, answers
     assert [answer[0] for answer in answers] == ["1\n"] * 4
     host.node = open_node(host.state, [str(host.root)], name="node-a")

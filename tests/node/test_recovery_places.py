@@ -21,26 +21,6 @@ pytestmark = pytest.mark.root
 EARLIER = "11111111-2222-3333-4444-555555555555"
 
 
-@pytest.fixture
-def own_disk(host: Host) -> Host:
-    """The tier's root on a file system of its own, which can be unmounted."""
-    host.python(
-        """
-        import os, sys
-        from kvtier_node.backends import image
-        from kvtier_node.kernel import libc, loop
-        fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-        os.posix_fallocate(fd, 0, 160 << 20)
-        device = loop.attach(fd)
-        image.make_file_system(device.path, features="^has_journal")
-        libc.mount(device.path, sys.argv[2], "ext4", 0, None)
-        """,
-        str(host.base / "disk.img"),
-        str(host.root),
-    )
-    return host
-
-
 @pytest.mark.parametrize("backend", ["SealOnly", "Fscrypt"])
 @pytest.mark.parametrize("beneath", [False, True], ids=["bare", "same path beneath"])
 def test_a_place_whose_file_system_is_not_mounted_is_not_claimed_erased(

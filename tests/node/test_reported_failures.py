@@ -20,6 +20,7 @@ from kvtier_node.guarding import look
 from kvtier_node.kernel import libc, loop
 from kvtier_node.receipts import Technique
 from kvtier_node.run import run_fenced
+from kvtier_node.shared_memory import SharedMemoryWatch
 from node_host import CANARY, MIB, Host, eventually
 
 pytestmark = pytest.mark.root
@@ -95,7 +96,7 @@ def test_kubernetes_109132_a_path_that_exists_again_is_another_inode(host: Host)
     receipt = look(host.node, live).receipt
     assert receipt is not None and receipt.technique is Technique.KEY_DESTROYED
     assert (host.base / "theirs.img").read_bytes() == before
-    assert host.loops() == [theirs.path]
+    eventually("its own device is given back", lambda: host.loops() == [theirs.path])
 
 
 def test_util_linux_3197_a_device_node_that_dev_lacks_is_made(host: Host) -> None:
@@ -227,8 +228,20 @@ def test_calico_9279_another_mount_in_the_volumes_path_is_not_emptied(host: Host
     assert (theirs / "file").read_text() == "somebody's"
 
 
-def test_vllm_54002_51317_a_crashed_engine_that_left_its_region_can_start_again(host: Host) -> None:
+def test_vllm_54002_51317_a_crashed_engine_that_left_its_region_can_start_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`O_CREAT | O_EXCL` on a name that is the same after each restart: one report counts 70 restarts. Here three."""
+    seen = host.base / "seen"
+    look_at = SharedMemoryWatch.look
+
+    def looked(watch: SharedMemoryWatch, pid: int) -> bool:
+        new = look_at(watch, pid)
+        if watch.files:
+            seen.touch()
+        return new
+
+    monkeypatch.setattr(SharedMemoryWatch, "look", looked)
     name = f"/dev/shm/vllm_offload_kvtier-test-{os.getpid()}.mmap"
     host.shared.append(Path(name))
     engine = (
@@ -236,7 +249,7 @@ def test_vllm_54002_51317_a_crashed_engine_that_left_its_region_can_start_again(
         f"fd = os.open({name!r}, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)\n"
         "os.ftruncate(fd, 1 << 20)\n"
         f"os.pwrite(fd, {CANARY!r}, 0)\n"
-        "time.sleep(1)\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.05)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     for _ in range(3):
@@ -245,3 +258,4 @@ def test_vllm_54002_51317_a_crashed_engine_that_left_its_region_can_start_again(
         assert result.receipt is not None
         assert [step.ok for step in result.receipt.steps if step.name == "shared-memory"] == [True]
         assert not os.path.exists(name)
+        seen.unlink()

@@ -49,7 +49,7 @@ def begin(host: Host, command: list[str], backend: str = "SealOnly") -> subproce
 
 
 def end(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     answer: dict[str, Any] = json.loads(out)
     return answer, err
@@ -251,7 +251,7 @@ def test_outside_the_main_thread_nothing_hangs_and_nothing_is_left(host: Host) -
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert not thread.is_alive()
     assert [type(error) for error in caught] == [ValueError]
     host.assert_nothing_left()

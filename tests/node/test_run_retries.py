@@ -21,7 +21,10 @@ from node_host import Host, eventually
 
 pytestmark = pytest.mark.root
 
-HELD = "mkdir $KVTIER_SLOT_DIR/in; (cd $KVTIER_SLOT_DIR/in; exec sleep 600) & echo $! > {0}; exit 3"
+HELD = (
+    "mkdir $KVTIER_SLOT_DIR/in; (cd $KVTIER_SLOT_DIR/in && touch {0}.in && exec sleep 600) & echo $! > {0};"
+    " while [ ! -e {0}.in ]; do sleep 0.05; done; exit 3"
+)
 """A command that ends and leaves a process that stands in the volume: the kernel keeps its key, and no file is open."""
 
 

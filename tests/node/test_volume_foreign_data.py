@@ -193,7 +193,7 @@ def test_volumes_of_one_tier_are_made_and_erased_side_by_side(host: Host) -> Non
         )
         for _ in range(3)
     ]  # fmt: skip
-    eventually("all three done", lambda: all(worker.poll() is not None for worker in workers), 90)
+    eventually("all three done", lambda: all(worker.poll() is not None for worker in workers), 400)
     assert [(worker.returncode, worker.communicate()[1]) for worker in workers] == [(0, "")] * 3
     assert len(host.node.ledger.receipts()) == 36
     assert os.listdir(host.root / "demo") == []

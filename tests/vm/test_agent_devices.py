@@ -25,7 +25,7 @@ def write(path, at, data):
 
 def refusals(node, disks, *attempts):
     machine = node.boot("agent_refusals.py", disks=tuple(disks), attempts=list(attempts))
-    machine.wait_for("tried", 60)
+    machine.wait_for("tried")
     machine.wait_off()
     return [event.fields for event in machine.events if event.tag == "attempt"]
 
@@ -67,7 +67,7 @@ def test_a_device_that_is_too_small_is_refused_with_both_numbers_and_untouched(n
 
 def cut_in_use(node, disk):
     machine = node.boot(disks=(disk,), device="/dev/ubdc")
-    machine.wait_for("written", 60)
+    machine.wait_for("written")
     node.cut(machine)
     assert digest(disk) != hashlib.sha256(bytes(SIZE_MIB * MIB)).hexdigest()
     return digest(disk)

@@ -25,7 +25,7 @@ def record(boot, disk, log, backend="DmCrypt"):
     lines = [line.decode() for line in CANARIES]
     args = {"rounds": 1, "lines": lines, "backend": backend, "kind": "ext4"}
     machine = boot("agent_log_recorder.py", disks=[disk, log], args=args)
-    machine.wait_for("recorded", 60)
+    machine.wait_for("recorded")
     machine.wait_off()
     return machine
 
@@ -43,7 +43,7 @@ def test_at_every_barrier_the_ledger_opens_and_whatever_lies_there_is_on_record(
 
     args = {"disk_bytes": disk.stat().st_size, "shard": shard, "shards": SHARDS, "seed": SEED + shard}
     machine = boot("agent_log_replayer.py", disks=[log], args=args | {"recover_every": 1 if EXHAUSTIVE else 3})
-    machine.wait_for("replayed", 300)
+    machine.wait_for("replayed", 500)
     machine.wait_off()
     states = [event for event in machine.events if event.tag == "state"]
     for state in states:
@@ -85,7 +85,7 @@ def test_a_disk_that_lies_about_flushes_from_an_arrow_on_leaves_the_ledger_of_th
 
     node = new_node()
     machine = node.boot(lie_at=arrow)
-    last = machine.wait_for_any("ended", "failed", timeout_s=60)
+    last = machine.wait_for_any("ended", "failed")
     assert any(event.tag == "lying" for event in machine.events)
     print(f"lying from {LIFE[arrow] if arrow >= 0 else 'the start'}: the life {last.tag} {last.fields}")
     node.cut(machine, claims=False)

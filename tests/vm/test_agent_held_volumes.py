@@ -16,9 +16,9 @@ def test_an_erasure_does_not_wait_for_who_holds_the_volume_open(new_node, make_d
     node = new_node()
     extra = (make_disk(64, "extra.img"),) if where == "device" else ()
     machine = node.boot("agent_held.py", disks=extra, device="/dev/ubdc" if extra else None)
-    before = machine.wait_for("before", 60)
+    before = machine.wait_for("before")
     assert (before["direct"], before["cached"]) == ("canary", "canary")
-    erased = machine.wait_for("erased", 60)
+    erased = machine.wait_for("erased")
     steps = {name: (ok, detail) for name, ok, detail in erased["steps"]}
     print(f"erased in {erased['took_s']:.2f} s: {steps}")
     assert erased["technique"] == "KeyDestroyed"
@@ -43,15 +43,15 @@ def test_an_erasure_does_not_wait_for_who_holds_the_volume_open(new_node, make_d
 def test_a_volume_that_somebody_unmounts_stays_while_a_file_is_open_and_goes_when_nobody_can_use_it(new_node):
     node = new_node()
     machine = node.boot("agent_unmounted.py")
-    held = machine.wait_for("held", 120)
+    held = machine.wait_for("held")
     assert held["in_use"] == [True, True, True] and held["errors"] == []
     assert "its mount was taken off its place" in held["why"]
     assert held["key"], "who has a file open goes on using it"
-    unused = machine.wait_for("unused", 120)
+    unused = machine.wait_for("unused")
     assert unused["erased"], (unused["why"], unused["error"])
     assert unused["lives"], "its consumer lives, and can't use it"
     assert "nobody can use it" in unused["why"]
     assert ["key-wiped", True] in unused["steps"]
-    machine.wait_for("done", 60)
+    machine.wait_for("done")
     machine.wait_off()
     node.cut(machine)

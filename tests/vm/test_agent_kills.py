@@ -27,7 +27,7 @@ def killed(node, kills=(), child_shard=(0, 0)):
     from uml.agentnode import nothing_left
 
     machine = node.boot("agent_kills.py", kills=list(kills), child_shard=list(child_shard))
-    machine.wait_for("finished", 400)
+    machine.wait_for("finished", 550)
     machine.wait_off()
     found = [event for event in machine.events if event.tag == "killed"]
     for event in found:

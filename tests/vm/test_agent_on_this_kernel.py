@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vm
 def test_a_consumer_that_is_killed_for_want_of_memory_is_seen_and_erased(new_node):
     node = new_node()
     machine = node.boot("agent_oom.py")
-    killed = machine.wait_for("killed", 60)
+    killed = machine.wait_for("killed")
     print(f"erased {killed['erased_after_s']:.2f} s after the kill")
     assert (killed["signal"], killed["oom_kills"]) == (9, 1)
     done = machine.wait_for("done")
@@ -40,7 +40,7 @@ def test_host_attested_takes_encrypted_ext4_and_no_file_system_whose_overwriting
     ]
     disks = (make_disk(160, "under.img"),)
     machine = new_node().boot("agent_refusals.py", disks=disks, attempts=[control, *attempts])
-    machine.wait_for("tried", 120)
+    machine.wait_for("tried")
     machine.wait_off()
     found = {event["name"]: event.fields for event in machine.events if event.tag == "attempt"}
     assert (found["control"]["error"], found["control"]["technique"]) == (None, "Overwrite")

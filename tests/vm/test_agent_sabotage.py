@@ -17,7 +17,7 @@ def cut_and_boot_again(node, at, **first):
     machine.wait_for("arrow", where=lambda event: event["n"] == at)
     node.cut(machine)
     machine = node.boot(rounds=0, **first)
-    machine.wait_for_any("done", "exit", timeout_s=60)
+    machine.wait_for_any("done", "exit")
     node.cut(machine)
 
 
@@ -61,13 +61,13 @@ def test_the_claims_fail_if_somebody_is_served_before_recovery(new_node):
 
 def test_the_kernel_still_has_the_key_of_a_held_volume_if_it_is_not_destroyed(new_node):
     machine = new_node().boot("agent_held.py", device=None, sabotage="key is kept")
-    assert machine.wait_for("erased", 60)["table"][0] == "crypt"
+    assert machine.wait_for("erased")["table"][0] == "crypt"
     assert machine.wait_for("after")["direct"] != "EIO"
 
 
 def test_who_holds_a_volume_open_still_reads_plaintext_if_its_pages_are_not_dropped(new_node):
     machine = new_node().boot("agent_held.py", device=None, sabotage="pages are kept")
-    after = machine.wait_for("after", 60)
+    after = machine.wait_for("after")
     assert (after["direct"], after["cached"]) == ("EIO", "canary")
 
 
@@ -79,7 +79,7 @@ def test_anothers_disk_is_written_to_if_devices_are_known_by_their_names(new_nod
     before = hashlib.sha256(other.read_bytes()).hexdigest()
     node = new_node(serials={disk.name: "KVTIER0001", other.name: "KVTIER0002"})
     machine = node.boot(disks=(disk,), device="/dev/ubdc", sabotage="devices are known by their names")
-    machine.wait_for("written", 60)
+    machine.wait_for("written")
     node.cut(machine)
     machine = node.boot(rounds=0, disks=(other,), sabotage="devices are known by their names")
     machine.wait_for("done")

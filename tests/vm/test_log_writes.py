@@ -15,7 +15,7 @@ def test_the_ledger_opens_with_every_acknowledged_row_at_each_barrier(boot, make
     machine.wait_off()
 
     machine = boot("ledger_replayer.py", disks=[log], args={"disk_bytes": disk.stat().st_size})
-    machine.wait_for("replayed", timeout_s=120)
+    machine.wait_for("replayed", timeout_s=500)
     machine.wait_off()
     states = [event.fields for event in machine.events if event.tag == "state"]
     print(f"{len(states)} barriers replayed")

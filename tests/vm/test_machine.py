@@ -61,7 +61,10 @@ def test_a_cut_leaves_no_process_and_no_file_in_shared_memory(boot, tmp_path):
     assert processes_of(tmp_path)
     machine.cut()
     assert processes_of(tmp_path) == []
-    assert set(os.listdir("/dev/shm")) - before == set()
+    deadline = time.monotonic() + 120  # another process's file goes by itself; what a machine left would stay
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == set()
 
 
 def test_a_harness_that_is_killed_takes_its_machine_with_it(uml_kernel, tmp_path):
@@ -77,7 +80,7 @@ def test_a_harness_that_is_killed_takes_its_machine_with_it(uml_kernel, tmp_path
         assert harness.stdout is not None
         assert harness.stdout.readline() == "up\n"
         harness.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from csi_agent import Kubelet, Pod
+from leftovers import remove_cgroup
 from requirements import missing, need_root
 
 
@@ -82,9 +83,5 @@ def cgroup() -> Iterator[Callable[[Pod], Path]]:
     try:
         yield make
     finally:
-        for path in made:
-            path.rmdir()
-        for path in {path.parent for path in made}:
-            path.rmdir()
-        if base.exists():
-            base.rmdir()
+        for path in [*made, *{path.parent for path in made}, *([base] if base.exists() else [])]:
+            remove_cgroup(path)

@@ -6,6 +6,7 @@ of a container, without a runtime.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -247,8 +248,11 @@ def test_what_a_container_left_before_the_agent_died_is_not_read_by_the_one_afte
 
 def _descriptors(kubelet: Kubelet) -> str:
     assert kubelet.process is not None
-    folder = Path(f"/proc/{kubelet.process.pid}/fd")
-    return " ".join(os.readlink(path) for path in folder.iterdir() if path.is_symlink())
+    found = []
+    for path in Path(f"/proc/{kubelet.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it opens and closes others meanwhile
+            found.append(os.readlink(path))
+    return " ".join(found)
 
 
 def test_those_who_wait_go_on_when_the_agent_ends(

@@ -103,7 +103,7 @@ def container(plain: Kubelet, new_pod: Callable[..., Pod]) -> Iterator[tuple[Pod
 def assert_gone(kubelet: Kubelet, pod: Pod) -> None:
     row = kubelet.row_of(pod)
     assert row.state is VolumeState.ERASED
-    assert not os.path.lexists(row.place)
+    kubelet.wait("its place is removed, after the record", lambda: not os.path.lexists(row.place))
     assert not kubelet.target(pod).exists()
     assert str(kubelet.target(pod)) not in kubelet.mounts()
 

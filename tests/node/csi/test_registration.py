@@ -28,16 +28,25 @@ def registration_socket(kubelet: Kubelet) -> Path:
     return kubelet.root / "plugins_registry" / "node.kvtier.dev-reg.sock"
 
 
+def socket_at(path: Path) -> tuple[int, int] | None:
+    """Which socket it is. An inode number alone may be given again once the file is gone."""
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return None
+    return info.st_ino, info.st_ctime_ns
+
+
 def ask(path: Path) -> pluginregistration_pb2.PluginInfo:
     with grpc.insecure_channel(f"unix:{path}") as channel:
         stub = pluginregistration_pb2_grpc.RegistrationStub(channel)
-        return stub.GetInfo(pluginregistration_pb2.InfoRequest(), timeout=10)
+        return stub.GetInfo(pluginregistration_pb2.InfoRequest(), timeout=60)
 
 
 def answer(path: Path, *, registered: bool, error: str = "") -> None:
     with grpc.insecure_channel(f"unix:{path}") as channel:
         status = pluginregistration_pb2.RegistrationStatus(plugin_registered=registered, error=error)
-        pluginregistration_pb2_grpc.RegistrationStub(channel).NotifyRegistrationStatus(status, timeout=10)
+        pluginregistration_pb2_grpc.RegistrationStub(channel).NotifyRegistrationStatus(status, timeout=60)
 
 
 def test_kubelet_learns_name_endpoint_and_version_and_the_endpoint_answers(serving: Kubelet) -> None:
@@ -46,9 +55,9 @@ def test_kubelet_learns_name_endpoint_and_version_and_the_endpoint_answers(servi
     assert (info.type, info.name, list(info.supported_versions)) == ("CSIPlugin", "node.kvtier.dev", ["1.0.0"])
     assert info.endpoint == f"{serving.root}/plugins/node.kvtier.dev/csi.sock"
     with grpc.insecure_channel(f"unix:{info.endpoint}") as channel:
-        found = csi_pb2_grpc.IdentityStub(channel).GetPluginInfo(pb.GetPluginInfoRequest(), timeout=10)
+        found = csi_pb2_grpc.IdentityStub(channel).GetPluginInfo(pb.GetPluginInfoRequest(), timeout=60)
         nothing = csi_pb2_grpc.IdentityStub(channel).GetPluginCapabilities(
-            pb.GetPluginCapabilitiesRequest(), timeout=10
+            pb.GetPluginCapabilitiesRequest(), timeout=60
         )
     assert found.name == "node.kvtier.dev"
     assert found.vendor_version
@@ -102,9 +111,9 @@ def test_a_dead_agents_sockets_are_replaced(serving: Kubelet) -> None:
     """node-driver-registrar#206: a stale socket costs kubelet's back-off."""
     path = serving.wait("the socket", lambda: (p := registration_socket(serving)).exists() and p)
     serving.stop_agent(signal.SIGKILL)
-    dead = path.stat().st_ino
+    dead = socket_at(path)
     serving.start_agent()
-    serving.wait("a new socket", lambda: path.exists() and path.stat().st_ino != dead)
+    serving.wait("a new socket", lambda: socket_at(path) not in (None, dead))
     assert ask(path).name == "node.kvtier.dev"
 
 
@@ -112,9 +121,9 @@ def test_a_registration_that_kubelet_refused_or_lost_comes_again(serving: Kubele
     """node-driver-registrar#139."""
     path = serving.wait("the socket", lambda: (p := registration_socket(serving)).exists() and p)
     answer(path, registered=True)
-    first = path.stat().st_ino
+    first = socket_at(path)
     answer(path, registered=False, error="CSI driver is not ready (test)")
-    serving.wait("another socket", lambda: path.exists() and path.stat().st_ino != first)
+    serving.wait("another socket", lambda: socket_at(path) not in (None, first))
     assert ask(path).name == "node.kvtier.dev"
     answer(path, registered=True)
     path.unlink()  # kubelet's directory was emptied

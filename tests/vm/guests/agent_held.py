@@ -94,7 +94,7 @@ def main() -> None:
     consumer.wait()
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 120
     while agent_node.left_over() and time.monotonic() < until:
         time.sleep(0.05)  # the kernel takes mounts apart in the background
     result: dict[str, Any] = {"left_over": agent_node.left_over(), "node": os.path.exists(mapped)}

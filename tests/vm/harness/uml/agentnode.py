@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from uml.imagesearch import Hit, Needle, canary_lines, canary_needles, key_needles, search
-from uml.machine import Event, Machine
+from uml.machine import LIMIT_S, Event, Machine
 
 #: The arrows of a volume that is made, used and erased, in order.
 LIFE = ("Planned", "Provisioning", "Ready", "InUse", "Dying", "Erasing", "Erased")
@@ -96,7 +96,7 @@ def _needles(keys: dict[str, str]) -> list[Needle]:
     return needles
 
 
-def after_a_power_cut(machine: Machine, timeout_s: float = 60) -> None:
+def after_a_power_cut(machine: Machine, timeout_s: float = LIMIT_S) -> None:
     """Let a boot run to its end; it must have found a sound ledger, erased everything, and served after that only."""
     machine.wait_for("done", timeout_s)
     machine.wait_off(timeout_s)
