@@ -1,10 +1,12 @@
-"""What a test leaves in the kernel: loop devices on images below its folder, and its cgroups. They go, and no other test's with them.
+"""What a test leaves in the kernel: loop devices on images below its folder, cgroups, descriptors. No other test's go with them.
 
 A number says nothing for long: by the time that it is acted on, the device may be gone, and have another test's image.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from pathlib import Path
 
@@ -62,3 +64,9 @@ def remove_cgroup(path: Path) -> None:
             time.sleep(0.02)
         else:
             return
+
+
+def open_descriptors() -> int:
+    """How many this process has. What an earlier test left to the garbage collector is not closed between two counts."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))

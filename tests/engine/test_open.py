@@ -14,6 +14,7 @@ from engine_material import SLOT_BYTES, block
 from kvtier_api.errors import EngineError, KvtierError, NotFound, UnsafePath, VerificationFailed
 from kvtier_api.marker import MARKER_NAME, SLOTS_DIRECTORY, Marker
 from kvtier_engine import Outcome, SlotStore
+from leftovers import open_descriptors
 from requirements import need_root
 
 NONCE = "0123456789abcdef" * 2
@@ -54,7 +55,7 @@ def _open(path: str, **options: Any) -> SlotStore:
 
 def test_all_ranks_or_one_are_opened_as_the_marker_says(tmp_path: Path) -> None:
     path = _volume(tmp_path)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     with _open(path) as store:
         assert store.config.ranks == (0, 1)
         assert store.stats().slots == 16
@@ -66,7 +67,7 @@ def test_all_ranks_or_one_are_opened_as_the_marker_says(tmp_path: Path) -> None:
     with _open(path, rank=1) as store:
         assert store.config.ranks == (1,)
         assert store.config.files == ("slot.rank_1",)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == descriptors
 
 
 def _rename_slots(root: Path) -> None:
@@ -102,10 +103,10 @@ def test_what_is_not_the_volume_is_refused_and_nothing_stays_open(
 ) -> None:
     path = _volume(tmp_path / "volume", **fields)
     harm(tmp_path / "volume")
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     with pytest.raises(error):
         _open(path).close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == descriptors
 
 
 def test_another_nonce_or_rank_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvtier_api.errors import EngineError, KvtierError, NotFound, UnsafePath
 from kvtier_engine.slotfile import SlotFile
 from kvtier_engine.staging import aligned_memory
+from leftovers import open_descriptors
 from requirements import need_root, need_tool
 
 MIB = 1 << 20
@@ -61,13 +62,13 @@ def test_what_is_not_a_slot_file_is_refused_and_left_as_it_is(
     path = tmp_path / "slot.rank_0"
     make(path)
     before = sorted((one.name, one.lstat().st_size) for one in tmp_path.iterdir())
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = open_descriptors()
     with pytest.raises(error) as raised:
         _open(path)
     assert raised.value.obj == str(path)
     assert raised.value.remedy
     assert sorted((one.name, one.lstat().st_size) for one in tmp_path.iterdir()) == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == descriptors
 
 
 def test_descriptors_close_on_exec(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from kvtier_node.kernel import bounded
 from kvtier_node.live import LiveVolume
 from kvtier_node.receipts import Receipt, Step, Technique, utc_now
 from kvtier_node.sampling import Range
+from leftovers import open_descriptors
 from node_host import Consumer, Host
 
 pytestmark = pytest.mark.root
@@ -45,14 +46,10 @@ class Calls:
         monkeypatch.setattr(bounded, "call", counted)
 
 
-def open_now() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now() + count, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + count, hard))
     try:
         yield
     finally:
@@ -141,7 +138,7 @@ def test_many_files_take_no_more_descriptors_than_a_process_may_have(
     live.close_watch()
     calls = Calls(monkeypatch)
     with descriptors_left(60):
-        limit = open_now() + 60
+        limit = open_descriptors() + 60
         seen = look(host.node, live)
     assert seen.error is None and seen.receipt is not None
     assert calls.most_open < limit - 10, "others in this process need some, too"
@@ -221,7 +218,7 @@ def test_what_fails_in_a_child_is_said_with_the_path_of_the_file(
 
 
 def test_every_descriptor_of_a_batch_is_closed_whatever_happens(opened: Callable[..., list[tuple[str, int]]]) -> None:
-    before = open_now()
+    before = open_descriptors()
 
     def fail(_: object) -> None:
         raise KernelError("hangs")
@@ -242,7 +239,7 @@ def test_every_descriptor_of_a_batch_is_closed_whatever_happens(opened: Callable
         [(path, fd)] = opened(1)
         batch.add(path, fd)
         raise KeyError
-    assert open_now() == before
+    assert open_descriptors() == before
 
 
 def test_a_batch_is_full_by_files_or_by_places_to_read(opened: Callable[..., list[tuple[str, int]]]) -> None:

@@ -17,6 +17,7 @@ from kvtier_api.errors import EraseIncomplete, KernelError, NotFound
 from kvtier_node.kernel import bounded, libc, loop
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel.processes import PidFd
+from leftovers import open_descriptors
 from requirements import need_root, need_tool
 
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h
@@ -98,7 +99,7 @@ def test_descriptors_are_handed_over_and_no_others(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "file", os.O_RDONLY)
     other = os.open(tmp_path / "file", os.O_RDONLY)
     os.set_inheritable(other, True)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     try:
         assert call("read", fds={"file": fd}) == {"text": "content"}
         found = call("open_descriptors", fds={"file": fd})["fds"]
@@ -108,7 +109,7 @@ def test_descriptors_are_handed_over_and_no_others(tmp_path: Path) -> None:
     finally:
         os.close(fd)
         os.close(other)
-    assert len(os.listdir("/proc/self/fd")) == before - 2, "nothing is left open here"
+    assert open_descriptors() == before - 2, "nothing is left open here"
 
 
 def test_child_sees_neither_our_environment_nor_its_input_in_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

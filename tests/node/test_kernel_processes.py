@@ -15,6 +15,7 @@ import pytest
 
 from kvtier_api.errors import NotFound
 from kvtier_node.kernel.processes import PidFd, boot_id, new_pidfd_from_child, start_time
+from leftovers import open_descriptors
 from requirements import missing, need_root, need_tool
 
 
@@ -166,14 +167,14 @@ def test_descriptor_is_readable_at_the_end_for_an_event_loop(child: subprocess.P
 def test_descriptor_is_not_inherited_and_is_closed_once(child: subprocess.Popen[bytes]) -> None:
     process = PidFd.open(child.pid)
     assert not os.get_inheritable(process.fileno())
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     process.close()
     process.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert open_descriptors() == before - 1
 
 
 def test_refusal_closes_the_descriptor(child: subprocess.Popen[bytes]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(NotFound):
         PidFd.open(child.pid, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before

@@ -32,6 +32,7 @@ from kvtier_api.errors import (
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import files, libc
 from kvtier_node.paths import AllowedRoots, Directory
+from leftovers import open_descriptors
 from requirements import need_root
 
 NOBODY = 65534
@@ -833,7 +834,7 @@ def test_refusal_closes_every_descriptor(scene: Scene) -> None:
     (scene.root / "open").mkdir(mode=0o777)
     os.chmod(scene.root / "open", 0o777)
     with scene.open() as place:
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors()
         for attempt in (
             lambda: place.open_file("link"),
             lambda: place.open_file("hard"),
@@ -845,7 +846,7 @@ def test_refusal_closes_every_descriptor(scene: Scene) -> None:
         ):
             with pytest.raises(KvtierError):
                 attempt()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
 
 
 def test_the_hash_of_the_outside_sees_a_change(scene: Scene) -> None:

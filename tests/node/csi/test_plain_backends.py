@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -228,7 +229,7 @@ def test_sigkill_in_an_unpublish_and_it_is_erased_all_the_same(
     kubelet.write_canary(pod)
     kubelet.stop_agent()
     kubelet.start_agent(die=step)
-    with pytest.raises(grpc.RpcError):
+    with contextlib.suppress(grpc.RpcError):  # once it is on record, the answer may be sooner than the death
         kubelet.unpublish(pod)
     kubelet.died()
     kubelet.start_agent()
