@@ -2,8 +2,8 @@
 
 Run as a program it is that agent: `python csi_agent.py BASE [DIE]`. `DIE` names a step (`STEPS`) before or after which the
 process kills itself with SIGKILL, such as `before:start`. Everything lies below BASE: kubelet's directory, tiers, state, and
-`cluster/`, where a test puts tiers (YAML) and pods (JSON), and the files `away` (the API server does not answer) and `hold` (it
-takes its time to record).
+`cluster/`, where a test puts tiers (YAML) and pods (JSON), and the files `away` (the API server does not answer), `hold` (it
+takes its time to record) and `late` (the guardians do not come to look).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvtier_api.documents import load_documents
 from kvtier_api.errors import NotFound
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import VolumeState
+from kvtier_node import volume_watch
 from kvtier_node.agent import Agent, AgentOptions, run_agent
 from kvtier_node.cluster.errors import ApiUnavailable
 from kvtier_node.csi import publishing, unpublishing
@@ -164,7 +165,17 @@ STEPS: dict[str, Callable[[], tuple[Any, str]]] = {
 }
 
 
+def _late(look: Callable[..., Any], sign: Path) -> Callable[..., Any]:
+    def call(*arguments: Any, **named: Any) -> Any:
+        while sign.exists():
+            time.sleep(0.02)
+        return look(*arguments, **named)
+
+    return call
+
+
 def main(base: Path, die: str | None) -> None:
+    volume_watch.look = _late(volume_watch.look, base / "cluster" / "late")  # type: ignore[attr-defined]
     if die is not None:
         when, _, step = die.partition(":")
         owner, name = STEPS[step]()

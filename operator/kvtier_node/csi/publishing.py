@@ -1,8 +1,9 @@
 """NodePublishVolume: kubelet keeps the pod waiting until this is done, which is the fence.
 
-Order: authorise, look at the target, record (ledger), provision, record (API), record the consumer, show the volume to the pod. A
-publish that fails takes everything back; what cannot be taken back stays on record, guarded, and is said with a code that
-makes kubelet ask again. Every step can be run twice: kubelet asks again after a restart of its own, or of the agent.
+Order: authorise, look at the target, record (ledger), provision, record (API), record the consumer, put the gate before the files
+(`pods.between`), show the volume to the pod. A publish that fails takes everything back; what cannot be taken back stays on
+record, guarded, and is said with a code that makes kubelet ask again. Every step can be run twice: kubelet asks again after a
+restart of its own, or of the agent.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
+from kvtier_node.pods.between import hold_back
 from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.target import TargetState, open_target, open_target_if_there
 from kvtier_node.provisioning import provision, start
+from kvtier_node.recovery import destroys_keys
 
 __all__ = ["Publisher"]
 
@@ -68,8 +71,11 @@ class Publisher:
         log.info("published", backend=live.row.backend.value, uid=uid, gid=gid)
 
     def _hand_over(self, call: PublishCall, live: LiveVolume) -> None:
-        """Consumer on record, then the mount: before it, nobody but root reaches the volume."""
-        start(self.context.node, live, PodConsumer.of(call.pod))
+        """Consumer on record, then the gate, then the mount: before it, nobody but root reaches the volume."""
+        consumer = PodConsumer.of(call.pod)
+        start(self.context.node, live, consumer)
+        if destroys_keys(live.row):
+            hold_back(self.context.node, live, consumer)
         self._show(call, live.row)
 
     def _show(self, call: PublishCall, row: VolumeRow) -> None:

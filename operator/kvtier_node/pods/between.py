@@ -2,7 +2,8 @@
 
 kubelet starts a container anew in its pod without any call to the driver. So the guardian looks by itself: once every container
 that had the volume has ended, the slot files become empty and what else lies in the slot directory is removed. Meanwhile nobody
-opens a file: the `gate` holds back the pod's opens, those of a new container from its first one on.
+opens a file: the `gate` holds back the pod's opens, those of a new container from its first one on. It is there before the pod
+can reach the volume (`hold_back`); after a new start of the agent, from the first look on.
 
 Where the kernel has no such gate, the guardian can only watch (`containers`), with a write lease on each slot file while it
 works: a container that was faster, or has a file open, keeps everything. Then only its engine's new key epoch stands between it
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from kvtier_api.errors import Busy, KernelError
@@ -34,33 +36,33 @@ from kvtier_node.pods.members import PodMembers
 from kvtier_node.pods.regions import PodRegions
 from kvtier_node.slots import SlotWatch, open_consumer_file, slot_names, walk_files
 
-__all__ = ["look_between"]
+__all__ = ["hold_back", "look_between"]
 
 FACT: Final = "between_containers"
 
 
+def hold_back(node: Node, live: LiveVolume, pod: PodConsumer) -> None:
+    """Before the pod can reach its volume: the gate is there from its first open on, however late the first look comes.
+
+    Raises KvtierError.
+    """
+    with _opened(node, live) as found:
+        if found is not None and live.between is None:
+            live.between = _begin(node, live, pod, *found[1:])
+
+
 def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
     """Look once; whether something was erased. Raises KvtierError: it is tried again at the next look."""
-    place = node.places.open(live.row.place)
-    if place is None:
-        return False
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(place)
-            if MOUNT_NAME not in place.names():
-                return False
-            root = stack.enter_context(place.child(MOUNT_NAME, same_device=False, any_owner=True))
-            if not root.is_mount_point():
-                return False  # nothing of the volume is here
-            slots = stack.enter_context(root.child(SLOTS_DIRECTORY, any_owner=True))
-            between = live.between
-            if between is None:
-                between = live.between = _begin(node, live, pod, root, slots)
-            done = _look(live, between, place, slots)
-            for line in between.regions.look(between.containers.users, between.members.all):
-                node.ledger.add_event("Normal", "SharedMemoryErased", live.volume_id, f"{pod.title}: {line}")
-    except OSError as error:
-        raise refused(error, live.row.place) from error
+    with _opened(node, live) as found:
+        if found is None:
+            return False
+        place, root, slots = found
+        between = live.between
+        if between is None:
+            between = live.between = _begin(node, live, pod, root, slots)
+        done = _look(live, between, place, slots)
+        for line in between.regions.look(between.containers.users, between.members.all):
+            node.ledger.add_event("Normal", "SharedMemoryErased", live.volume_id, f"{pod.title}: {line}")
     if done:
         live.row = node.ledger.note(live.volume_id, facts={FACT: int(live.row.facts.get(FACT, 0)) + 1})
         node.ledger.add_event(
@@ -70,6 +72,28 @@ def look_between(node: Node, live: LiveVolume, pod: PodConsumer) -> bool:
             f"no container of {pod.title} had the volume: its slots were emptied",
         )
     return done
+
+
+@contextmanager
+def _opened(node: Node, live: LiveVolume) -> Iterator[tuple[Directory, Directory, Directory] | None]:
+    """The volume's place, its root and its slots; None where nothing of it is mounted there. Raises KvtierError."""
+    place = node.places.open(live.row.place)
+    if place is None:
+        yield None
+        return
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(place)
+            if MOUNT_NAME not in place.names():
+                yield None
+                return
+            root = stack.enter_context(place.child(MOUNT_NAME, same_device=False, any_owner=True))
+            if not root.is_mount_point():
+                yield None
+                return
+            yield place, root, stack.enter_context(root.child(SLOTS_DIRECTORY, any_owner=True))
+    except OSError as error:
+        raise refused(error, live.row.place) from error
 
 
 def _begin(node: Node, live: LiveVolume, pod: PodConsumer, root: Directory, slots: Directory) -> Between:

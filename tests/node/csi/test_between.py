@@ -173,6 +173,26 @@ def test_a_container_that_starts_at_once_reads_nothing_of_the_old_one(
     assert found == [0] * 8
 
 
+def test_the_second_container_is_held_back_however_late_the_first_look_comes(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    """The gate is there before kubelet has its answer."""
+    pod = new_pod()
+    (serving.cluster / "late").touch()
+    serving.publish(pod)
+    procs = cgroup(pod)
+    first = start(serving, pod, procs)
+    assert found_by(first) == 0
+    end(first)
+    second = start(serving, pod, procs)
+    try:
+        serving.wait("it waits", lambda: waits(second))
+        (serving.cluster / "late").unlink()
+        assert found_by(second) == 0
+    finally:
+        end(second)
+
+
 def test_a_container_beside_another_one_finds_what_that_one_wrote(
     serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
 ) -> None:
