@@ -17,11 +17,11 @@ import select
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-from kvtier_api.errors import NotFound
+from kvtier_api.errors import KernelError, NotFound
 from kvtier_node.kernel.fanotify import OpenAttempt, OpenPermissions
 from kvtier_node.kernel.processes import PidFd, mount_namespace
 from kvtier_node.pods.members import PodMembers
@@ -179,8 +179,12 @@ class Gate:
             if user is not None and not self._shut and not user.exited():
                 self._permissions.answer(attempt, allowed=True)
                 return
-        if attempt.pid in (0, os.getpid()) or not self._members.has(attempt.pid):
-            self._permissions.answer(attempt, allowed=True)
+        try:
+            if attempt.pid in (0, os.getpid()) or not self._members.has(attempt.pid):
+                self._permissions.answer(attempt, allowed=True)
+                return
+        except OSError:  # whose it is cannot be told
+            self._permissions.answer(attempt, allowed=False)
             return
         namespace = mount_namespace(attempt.pid)
         if namespace is None or attempt.process is None or attempt.process.exited():
@@ -224,12 +228,13 @@ class Gate:
         self._empty = False
         self._entered = True
         users = self._inside.setdefault(namespace, {})
-        for pid in self._members.all():
-            if pid not in users and len(users) < _MOST and mount_namespace(pid) == namespace:
-                try:
-                    users[pid] = PidFd.open(pid)
-                except NotFound:
-                    continue
+        try:
+            for pid in self._members.all():
+                if pid not in users and len(users) < _MOST and mount_namespace(pid) == namespace:
+                    with suppress(NotFound):
+                        users[pid] = PidFd.open(pid)
+        except (OSError, KernelError):
+            return  # no descriptor left: then those stand for it who were found, and who goes through now (`_reopen`)
 
     def _forget_ended(self) -> None:
         for namespace, users in list(self._inside.items()):

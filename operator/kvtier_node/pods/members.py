@@ -17,13 +17,13 @@ class PodMembers:
         self._names = (f"pod{pod_uid}", f"pod{pod_uid.replace('-', '_')}")
 
     def has(self, pid: int) -> bool:
-        """False too for one that ended while it was looked at."""
+        """False too for one that ended while it was looked at. Raises OSError where it cannot be told (no descriptor left)."""
         try:
             cgroups = Path(f"/proc/{pid}/cgroup").read_text()
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False
         return any(name in cgroups for name in self._names)
 
     def all(self) -> list[int]:
-        """Every process of the pod: a look at each process of the machine."""
+        """Every process of the pod: a look at each process of the machine. Raises OSError."""
         return [pid for pid in pids() if self.has(pid)]

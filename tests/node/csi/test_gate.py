@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -239,6 +241,60 @@ def test_a_defect_of_the_gate_leaves_nobody_waiting(
     said(first)
     Kubelet.wait("the thread has ended", lambda: it.failure)
     monkeypatch.undo()
+
+
+TOLD_WHEN = """
+import os, sys
+with open(sys.argv[1], "w") as procs:
+    procs.write(str(os.getpid()))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    open(sys.argv[2], "rb").close()
+    print("opened", flush=True)
+except PermissionError:
+    print("refused", flush=True)
+"""
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """In this process, for as long as the block runs."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(old[0], 1024), old[1]))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(2))
+        for fd in taken[-count:]:
+            os.close(fd)
+        del taken[-count:]
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+def test_an_open_is_refused_where_it_cannot_be_told_whose_it_is(
+    gate: Callable[..., Gate], files: Path, cgroup: Callable[[Pod], Path]
+) -> None:
+    """Two descriptors are left to the agent: the kernel takes them for the file and the process, none is left to ask who it is."""
+    it = gate()
+    it.begin([], empty=False)
+    command = [sys.executable, "-c", TOLD_WHEN, str(cgroup(Pod(uid=UID, name="engine"))), str(files / "slot.rank_0")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert said(process) == b"ready"
+            assert process.stdin is not None
+            with descriptors_left(2):
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+                assert said(process) == b"refused"
+            assert it.failure is None
+        finally:
+            process.kill()
 
 
 HOSTILE = """
