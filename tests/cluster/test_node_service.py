@@ -250,6 +250,35 @@ def test_an_api_server_that_does_not_know_the_agents_rights_yet_is_waited_for_an
     assert '"report-refused"' not in (kubelet.base / "agent.log").read_text()
 
 
+def test_an_event_waits_for_a_right_that_comes(kubelet: ClusterKubelet, plane: ControlPlane) -> None:
+    """Roles are read one after another: that of volumes and records may be known before that of events."""
+    kubelet.make_tier()
+    pod = kubelet.make_pod()
+    kubelet.publish(pod)
+    wait_until("it is InUse", lambda: kubelet.state_of(pod) == "InUse")
+    try:
+        give_rules(kubelet, [rule for rule in RULES if rule["resources"] != ["events"]])
+        wait_until("it may tell no event", lambda: not may_tell_events(plane))
+        kubelet.unpublish(pod)
+        kubelet.wait("it was told none", lambda: '"api-away"' in (kubelet.base / "agent.log").read_text())
+        assert kubelet.api.list("events") == []
+    finally:
+        give_rules(kubelet, RULES)
+    wait_until("its end is told", lambda: [it["reason"] for it in kubelet.api.list("events")] == ["Erased"])
+
+
+def give_rules(kubelet: ClusterKubelet, rules: list[Json]) -> None:
+    path = f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{AGENT}"
+    headers = {"Content-Type": "application/merge-patch+json"}
+    kubelet.api.request("PATCH", path, json={"rules": rules}, headers=headers)
+
+
+def may_tell_events(plane: ControlPlane) -> bool:
+    """A body that does not hold: what comes first is whether it may."""
+    with plane.http(AGENT) as client:
+        return client.post("/apis/events.k8s.io/v1/namespaces/default/events", json={}).status_code != 403
+
+
 def may_list_volumes(plane: ControlPlane) -> bool:
     with plane.http(AGENT) as client:
         return client.get("/apis/kvtier.dev/v1alpha1/kvcachevolumes").status_code == 200

@@ -16,6 +16,8 @@ from lightkube.models.core_v1 import ObjectReference
 
 from kvtier_api.errors import InvalidResource, NotFound, NotPermitted
 from kvtier_api.meta import API_VERSION
+from kvtier_node.cluster.errors import ApiUnavailable, RightMissing
+from kvtier_node.cluster.rights import MissingRights
 from kvtier_node.cluster.writing import EventText, Writer
 from kvtier_node.event_log import Log
 from kvtier_node.ledger import Event as LedgerEvent
@@ -57,12 +59,14 @@ class Announcer:
         *,
         threads: Threads,
         find: Callable[[str], Awaitable[ObjectReference | None]],
+        rights: MissingRights,
         log: Log,
     ) -> None:
         self._node = node
         self._writer = writer
         self._threads = threads
         self._find = find
+        self._rights = rights
         self._log = log
 
     async def post(self, after: int) -> int:
@@ -98,6 +102,8 @@ class Announcer:
         try:
             yield
         except (NotPermitted, NotFound, InvalidResource) as error:
+            if isinstance(error, RightMissing) and self._rights.may_come(error):
+                raise ApiUnavailable(str(error)) from error
             self._log.warning("event-refused", object=about, error=str(error))
 
     async def _foreign_data(self, event: LedgerEvent) -> None:

@@ -12,7 +12,12 @@ class ApiUnavailable(KvtierError):
 
 
 class RightMissing(NotPermitted):
-    """No role gives the agent this right; or the API server has just started, and has not read the roles yet."""
+    """No role gives the agent this right; or the API server has just started, and has not read the roles yet (`rights`)."""
+
+    @property
+    def right(self) -> str:
+        """User, verb, kind and namespace, without the object's name."""
+        return self.cause.partition("is forbidden: ")[2]
 
 
 class NamespaceEnding(NotPermitted):

@@ -25,6 +25,7 @@ from kvtier_node.cluster.client import ERASURES, TIERS, VOLUMES, plain, translat
 from kvtier_node.cluster.errors import ApiUnavailable
 from kvtier_node.cluster.objects import VOLUME_LABEL
 from kvtier_node.cluster.reporting import Reporter
+from kvtier_node.cluster.rights import MissingRights
 from kvtier_node.cluster.unknown import unknown_status
 from kvtier_node.cluster.volume_conditions import Seen
 from kvtier_node.cluster.watching import Body, Selection, Watcher
@@ -72,8 +73,11 @@ class ClusterPart:
         self._node, self._guards, self._threads = node, guards, threads
         writer = Writer(self._client, node.name)
         self._writer = writer
-        announcer = Announcer(node, writer, threads=threads, find=self._reference, log=self._log)
-        self._reporter.bind(node, writer, announcer, threads=threads, seen=self._seen, tier_gone=self._is_tier_gone)
+        rights = MissingRights()
+        announcer = Announcer(node, writer, threads=threads, find=self._reference, rights=rights, log=self._log)
+        self._reporter.bind(
+            node, writer, announcer, threads=threads, seen=self._seen, tier_gone=self._is_tier_gone, rights=rights
+        )
         self._volumes = Watcher(
             self._client,
             Selection(VOLUMES, fields={"spec.nodeName": node.name}),

@@ -23,6 +23,7 @@ from kvtier_node.cluster.announcing import Announcer
 from kvtier_node.cluster.cursor import Cursor, CursorFile, identity_of
 from kvtier_node.cluster.errors import ApiUnavailable, RightMissing
 from kvtier_node.cluster.objects import volume_status
+from kvtier_node.cluster.rights import MissingRights
 from kvtier_node.cluster.volume_conditions import Seen, differ, volume_conditions
 from kvtier_node.cluster.writing import Writer
 from kvtier_node.event_log import Log
@@ -40,8 +41,6 @@ _FIRST_RETRY_S: Final = 0.5
 _LAST_RETRY_S: Final = 30.0
 _REFUSED_AGAIN_S: Final = 60.0
 _RECORDED_S: Final = 30.0
-_STARTING_S: Final = 20.0
-"""For so long an API server that does not know the agent's rights may have just started: nothing is passed over meanwhile."""
 
 
 class Arrows(NamedTuple):
@@ -103,7 +102,6 @@ class _Known:
     """How often it went from there."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     refusal: str = ""
-    no_right_since: float | None = None
     again_at: float = 0.0
     conditions: list[Condition] = field(default_factory=list)
     status: dict[str, Any] | None = None
@@ -142,10 +140,11 @@ class Reporter:
         threads: Threads,
         seen: Callable[[str], Seen],
         tier_gone: Callable[[VolumeRow], bool],
+        rights: MissingRights,
     ) -> None:
         """Before `run`. `seen` is what the agent knows of a volume beside its row; `tier_gone`, whether its tier is."""
         self._node, self._writer, self._announcer, self._threads = node, writer, announcer, threads
-        self._seen, self._tier_gone = seen, tier_gone
+        self._seen, self._tier_gone, self._rights = seen, tier_gone, rights
         self._cursor_file = CursorFile(node.state_dir)
         self._loop = asyncio.get_running_loop()
 
@@ -255,7 +254,7 @@ class Reporter:
             raise
         except (NotPermitted, InvalidResource, NotFound) as error:
             self._due.put_back(volume_id, arrows)
-            if isinstance(error, RightMissing) and self._may_be_starting(volume_id):
+            if isinstance(error, RightMissing) and self._rights.may_come(error):
                 raise ApiUnavailable(str(error)) from error
             self._refused(volume_id, error)
         except ValueError as error:  # pydantic's: a row that no object can be made of
@@ -264,12 +263,6 @@ class Reporter:
         except BaseException:
             self._due.put_back(volume_id, arrows)
             raise
-
-    def _may_be_starting(self, volume_id: str) -> bool:
-        known, now = self._of(volume_id), asyncio.get_running_loop().time()
-        if known.no_right_since is None:
-            known.no_right_since = now
-        return now - known.no_right_since < _STARTING_S
 
     def _refused(self, volume_id: str, error: KvtierError) -> None:
         """The API server does not want it: a rule of its own, or a right that is missing. Said once, tried again later."""
@@ -317,7 +310,7 @@ class Reporter:
             known.status, known.conditions = manifest, conditions
         if row.state is VolumeState.ERASED and receipt is not None:
             await self._announcer.erased(row, receipt)
-        known.refusal, known.no_right_since = "", None
+        known.refusal = ""
 
     def _receipt_of(self, row: VolumeRow) -> Receipt | None:
         """The receipt that ended the volume. Each is read once, and kept until it is told.
