@@ -16,8 +16,8 @@ import claims
 import pytest
 import scenario
 import tracing
-from conftest import discard, new_base
 
+from conftest import discard, new_base
 from requirements import need_root, need_tool
 
 EXHAUSTIVE = bool(os.environ.get("KVTIER_EXHAUSTIVE"))

@@ -15,7 +15,7 @@ def _digest(number: int) -> bytes:
     return bytes([255, 255, 255, 200 + number % 3 * 27]) + number.to_bytes(12, "big")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 60)), max_size=200))
 def test_table_answers_as_a_dict_does_after_any_inserts_and_removals(steps: list[tuple[bool, int]]) -> None:
     table, model, free = DigestTable(NODES), dict[bytes, int](), list(range(NODES))
@@ -35,7 +35,7 @@ def test_table_answers_as_a_dict_does_after_any_inserts_and_removals(steps: list
         assert table.digest(node) == digest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sets(st.integers(0, 60), max_size=10), st.sets(st.integers(0, 60), max_size=14), st.sets(st.integers(0, 60)))
 def test_a_batch_is_inserted_as_its_digests_one_by_one(before: set[int], batch: set[int], gone: set[int]) -> None:
     table, batch = DigestTable(NODES), batch - before

@@ -36,7 +36,7 @@ def _use(index: SlotIndex, number: int) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 12), max_size=120))
 def test_lru_keeps_what_was_used_last(uses: list[int]) -> None:
     index, model = SlotIndex(slots=5, ranks=1, policy="lru"), OrderedDict[int, None]()
@@ -49,7 +49,7 @@ def test_lru_keeps_what_was_used_last(uses: list[int]) -> None:
     assert [index.find(_digest(number)) >= 0 for number in range(13)] == [number in model for number in range(13)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(1, 6), st.integers(0, 2)), max_size=40))
 def test_rows_of_nodes_stand_in_the_list_as_if_pushed_one_by_one(steps: list[tuple[int, int, int]]) -> None:
     lists, model = NodeLists(16, 2), list[int]()  # the model: oldest first
@@ -72,7 +72,7 @@ def test_rows_of_nodes_stand_in_the_list_as_if_pushed_one_by_one(steps: list[tup
         assert lists.oldest(0) == -1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans()), max_size=200))
 def test_arc_keeps_its_lists_within_bounds(uses: list[tuple[int, bool]]) -> None:
     index = SlotIndex(slots=6, ranks=1, policy="arc")

@@ -28,7 +28,7 @@ class _NonceRecorder:
         return len(data) + 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 150)), max_size=40), st.integers(1, 4))
 def test_no_nonce_is_used_twice_with_a_key(batches: list[tuple[int, int, int]], ranks: int) -> None:
     clock = HandClock()
@@ -131,7 +131,7 @@ def test_two_rings_share_neither_keys_nor_names() -> None:
     two.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0, 250), min_size=1, max_size=30))
 def test_no_key_is_readable_once_a_block_under_it_may_have_come_of_age(pauses: list[float]) -> None:
     clock = HandClock()

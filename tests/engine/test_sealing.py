@@ -74,7 +74,7 @@ def test_rank_tier_and_volume_are_authenticated() -> None:
     assert _open(room, tag) is not None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, SIZE * 8 - 1))
 def test_any_flipped_bit_is_a_failed_tag_and_gives_zeros(bit: int) -> None:
     room, tag = _sealed(b"x" * SIZE)

@@ -85,7 +85,7 @@ def test_an_empty_chain_has_a_head_and_verifies(tmp_path: Path) -> None:
     assert not verify_export(b"\n").ok
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(position=st.integers(0, len(SOUND) - 1), value=st.integers(1, 255))
 def test_any_changed_byte_is_found(position: int, value: int) -> None:
     changed = bytearray(SOUND)
@@ -94,19 +94,19 @@ def test_any_changed_byte_is_found(position: int, value: int) -> None:
     assert not verify_export(bytes(changed)).ok
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(position=st.integers(0, len(SOUND) - 1), length=st.integers(1, 4000))
 def test_any_removed_piece_is_found(position: int, length: int) -> None:
     assert not verify_export(SOUND[:position] + SOUND[position + length :], public_key=KEY).ok
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(position=st.integers(0, len(SOUND)), piece=st.binary(min_size=1, max_size=8))
 def test_any_inserted_piece_is_found(position: int, piece: bytes) -> None:
     assert not verify_export(SOUND[:position] + piece + SOUND[position:], public_key=KEY).ok
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(order=st.lists(st.integers(0, 4), max_size=7))
 def test_any_other_selection_or_order_of_lines_is_found(order: list[int]) -> None:
     lines = SOUND.splitlines(keepends=True)

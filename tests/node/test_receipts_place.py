@@ -74,7 +74,7 @@ def test_no_field_can_be_changed(field: str) -> None:
         read_place(canonical_json(content) + b"\n", NODE.public_key)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(position=st.integers(0, len(SIGNED) - 1), value=st.integers(1, 255))
 def test_no_byte_can_be_changed(position: int, value: int) -> None:
     changed = bytearray(SIGNED)
@@ -83,7 +83,7 @@ def test_no_byte_can_be_changed(position: int, value: int) -> None:
         read_place(bytes(changed), NODE.public_key)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(end=st.integers(0, len(SIGNED) - 1))
 def test_no_byte_can_be_missing(end: int) -> None:
     with pytest.raises(VerificationFailed):

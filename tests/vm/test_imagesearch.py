@@ -21,7 +21,7 @@ def write_image(folder, size, pieces, *, fill=b""):
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_any_piece_of_sixteen_bytes_is_found_at_any_offset(tmp_path_factory, data):
     from uml.imagesearch import Hit, Needle, search
 
@@ -38,7 +38,7 @@ def test_any_piece_of_sixteen_bytes_is_found_at_any_offset(tmp_path_factory, dat
 
 
 @given(offset=st.integers(0, 4096 - 15), start=st.integers(0, 49))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_fifteen_bytes_are_not_a_hit(tmp_path_factory, offset, start):
     from uml.imagesearch import Needle, search
 
