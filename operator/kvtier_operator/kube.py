@@ -5,7 +5,6 @@ Plain dictionaries go in and come out. A client belongs to one event loop, and h
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -17,6 +16,7 @@ from lightkube.core.exceptions import ApiError
 from lightkube.core.generic_client import BasicRequest
 from lightkube.types import PatchType
 
+from kvtier_api.missing_right import missing_right
 from kvtier_operator.facts import Body
 from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import EVERYWHERE, Kind
@@ -32,8 +32,6 @@ _TIMEOUT_S: Final = 4.0
 _WATCH_S: Final = 300
 _SILENT_S: Final = 150.0
 """A watch cache sends a bookmark a minute, if nothing else: a stream without one for longer leads nowhere."""
-_OF_A_ROLE: Final = re.compile(r'is forbidden: User ".*" cannot ')
-"""As the API server's authorizer says it; a policy, and a namespace that ends, have other words."""
 _LONGEST_WAIT_S: Final = 30.0
 """Of what a Retry-After says: one that a proxy made up must not stop a tier for a day."""
 
@@ -223,7 +221,7 @@ def _problem(error: Exception, obj: str) -> ApiProblem:
     if code == 410:
         return Gone(text, obj=obj, code=code, remedy="listed anew")
     if code in (400, 401, 403, 405, 413, 415, 422):
-        kind = RightMissing if code == 403 and _OF_A_ROLE.search(text) else Refused
+        kind = RightMissing if code == 403 and missing_right(text) else Refused
         return kind(text, obj=obj, code=code, remedy="see the roles and the version of the CRDs")
     try:
         wait_s = min(float(error.response.headers.get("Retry-After", "0")), _LONGEST_WAIT_S)

@@ -5,7 +5,6 @@ The only modules that name lightkube are those of this package. A service accoun
 
 from __future__ import annotations
 
-import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from kvtier_api.erasure import KVCacheErasure
 from kvtier_api.errors import Busy, InvalidResource, KvtierError, NotFound, NotPermitted, UsageError
 from kvtier_api.meta import GROUP, VERSION, Resource
+from kvtier_api.missing_right import missing_right
 from kvtier_api.tier import KVCacheTier
 from kvtier_api.volume import KVCacheVolume
 from kvtier_node.cluster.errors import ApiUnavailable, NamespaceEnding, RightMissing
@@ -107,10 +107,6 @@ _BY_CODE: Final[dict[int, type[KvtierError]]] = {
 }
 
 
-_OF_A_ROLE: Final = re.compile(r"is forbidden: User \".*\" cannot ")
-"""As the API server's authorizer says it (apiserver/pkg/endpoints/handlers/responsewriters); a policy has other words."""
-
-
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     """Raise kvtier's errors for what the API server, or the way to it, says. `what` names the object."""
@@ -132,7 +128,7 @@ def translated(what: str) -> Iterator[None]:
 def _meaning(error: ApiError) -> type[KvtierError]:
     if _namespace_ends(error):
         return NamespaceEnding
-    if error.status.code == 403 and _OF_A_ROLE.search(error.status.message or ""):
+    if error.status.code == 403 and missing_right(error.status.message or ""):
         return RightMissing
     return _BY_CODE.get(error.status.code or 0, ApiUnavailable)
 

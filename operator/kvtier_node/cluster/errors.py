@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier_api.errors import KvtierError, NotPermitted
+from kvtier_api.missing_right import missing_right
 
 __all__ = ["ApiUnavailable", "NamespaceEnding", "RightMissing"]
 
@@ -17,7 +18,7 @@ class RightMissing(NotPermitted):
     @property
     def right(self) -> str:
         """User, verb, kind and namespace, without the object's name."""
-        return self.cause.partition("is forbidden: ")[2]
+        return missing_right(self.cause) or self.cause
 
 
 class NamespaceEnding(NotPermitted):
