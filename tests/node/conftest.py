@@ -15,6 +15,8 @@ from kvtier_node.kernel import fscrypt, libc, loop
 from node_host import MIB, Host, make_host
 from requirements import need_root
 
+_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
+
 
 @pytest.fixture
 def host() -> Iterator[Host]:
@@ -62,12 +64,14 @@ def private_mounts() -> Iterator[None]:
     library = ctypes.CDLL(None, use_errno=True)
     cwd = os.open(".", os.O_PATH)
     home = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY)
-    assert library.unshare(0x20000) == 0, os.strerror(ctypes.get_errno())
+    assert library.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     try:
         libc.mount(None, "/", None, c.MS_REC | c.MS_PRIVATE, None)
         yield
     finally:
-        assert library.setns(home, 0x20000) == 0, os.strerror(ctypes.get_errno())
+        # A thread of the test's that has just ended may still share this one's directories; then the kernel refuses (EINVAL).
+        assert library.unshare(_CLONE_FS) == 0, os.strerror(ctypes.get_errno())
+        assert library.setns(home, _CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
         os.fchdir(cwd)
         os.close(cwd)
         os.close(home)
