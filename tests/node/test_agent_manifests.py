@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtier_api.errors import InvalidResource, NotFound
+from kvtier_api.meta import Resource
+from kvtier_node import manifests
 from kvtier_node.manifests import ManifestDirectory, find_tier, load_tier_file
 from standalone import Host, has_ended, standalone_host, wait_for
 
@@ -202,6 +204,25 @@ def test_a_missing_directory_is_said_and_nothing_counts_as_removed(tmp_path: Pat
     found = ManifestDirectory(str(tmp_path / "none")).scan()
     assert not found.complete
     assert "--manifests" in found.bad[0].error.remedy
+
+
+def test_a_file_that_is_removed_after_it_was_listed_is_removed_and_not_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another bad file would keep every tier of the directory from being called removed."""
+    (tmp_path / "a.yaml").write_text(manifest("a"))
+    going = tmp_path / "b.yaml"
+    going.write_text(manifest("b"))
+    read = manifests.load_documents
+
+    def late(path: Path) -> list[Resource]:
+        if path == going:
+            going.unlink()
+        return read(path)
+
+    monkeypatch.setattr(manifests, "load_documents", late)
+    found = ManifestDirectory(str(tmp_path)).scan()
+    assert (list(found.tiers), found.bad) == (["default/a"], [])
 
 
 def test_a_tier_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
