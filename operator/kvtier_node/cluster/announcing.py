@@ -16,7 +16,6 @@ from lightkube.models.core_v1 import ObjectReference
 
 from kvtier_api.errors import InvalidResource, NotFound, NotPermitted
 from kvtier_api.meta import API_VERSION
-from kvtier_node.cluster.errors import ApiUnavailable, RightMissing
 from kvtier_node.cluster.rights import MissingRights
 from kvtier_node.cluster.writing import EventText, Writer
 from kvtier_node.event_log import Log
@@ -102,8 +101,7 @@ class Announcer:
         try:
             yield
         except (NotPermitted, NotFound, InvalidResource) as error:
-            if isinstance(error, RightMissing) and self._rights.may_come(error):
-                raise ApiUnavailable(str(error)) from error
+            self._rights.wait_for(error)
             self._log.warning("event-refused", object=about, error=str(error))
 
     async def _foreign_data(self, event: LedgerEvent) -> None:

@@ -21,7 +21,7 @@ from kvtier_api.meta import Condition
 from kvtier_api.volume import VolumeState
 from kvtier_node.cluster.announcing import Announcer
 from kvtier_node.cluster.cursor import Cursor, CursorFile, identity_of
-from kvtier_node.cluster.errors import ApiUnavailable, RightMissing
+from kvtier_node.cluster.errors import ApiUnavailable
 from kvtier_node.cluster.objects import volume_status
 from kvtier_node.cluster.rights import MissingRights
 from kvtier_node.cluster.volume_conditions import Seen, differ, volume_conditions
@@ -254,8 +254,7 @@ class Reporter:
             raise
         except (NotPermitted, InvalidResource, NotFound) as error:
             self._due.put_back(volume_id, arrows)
-            if isinstance(error, RightMissing) and self._rights.may_come(error):
-                raise ApiUnavailable(str(error)) from error
+            self._rights.wait_for(error)
             self._refused(volume_id, error)
         except ValueError as error:  # pydantic's: a row that no object can be made of
             self._due.put_back(volume_id, arrows)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvtier_node.cluster.errors import RightMissing
+from kvtier_api.errors import KvtierError
+from kvtier_node.cluster.errors import ApiUnavailable, RightMissing
 
 __all__ = ["MissingRights"]
 
@@ -21,8 +22,12 @@ class MissingRights:
     def __init__(self) -> None:
         self._refused: dict[str, tuple[float, float]] = {}
 
-    def may_come(self, error: RightMissing) -> bool:
-        """Whether to wait, as for an API server that is away. If not, it is a refusal as any other."""
+    def wait_for(self, error: KvtierError) -> None:
+        """Raise ApiUnavailable, as for a server that is away, while a right that is missing may come. Else `error` is final."""
+        if isinstance(error, RightMissing) and self._may_come(error):
+            raise ApiUnavailable(str(error)) from error
+
+    def _may_come(self, error: RightMissing) -> bool:
         now = asyncio.get_running_loop().time()
         first, last = self._refused.get(error.right, (now, now))
         if now - last > _FORGOTTEN_S:

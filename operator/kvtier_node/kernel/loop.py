@@ -156,6 +156,14 @@ def attach(image_fd: int, *, direct_io: bool = True, read_only: bool = False) ->
     The device outlives this process: detach it, or `set_autoclear` once it is mounted. `direct_io` is asked for; what
     the kernel granted is in `status`. Raises KernelError, Busy (others took each free device).
     """
+    flags = (c.LO_FLAGS_DIRECT_IO if direct_io else 0) | (c.LO_FLAGS_READ_ONLY if read_only else 0)
+    fd, device = _configure_free(image_fd, flags)
+    os.close(fd)
+    return device
+
+
+def _configure_free(image_fd: int, flags: int) -> tuple[int, LoopDevice]:
+    """A free device with the image, and its open descriptor, which is the caller's. Raises as `attach`."""
     try:
         control = _open("/dev/loop-control", os.O_RDWR)
     except OSError as error:
@@ -167,31 +175,31 @@ def attach(image_fd: int, *, direct_io: bool = True, read_only: bool = False) ->
     try:
         for _ in range(_ATTACH_TRIES):
             number = libc.ioctl(control, c.LOOP_CTL_GET_FREE)
-            device = _configure(number, image_fd, direct_io=direct_io, read_only=read_only)
-            if device is not None:
-                return device
+            path = _node(number)
+            fd = _configure(path, image_fd, flags)
+            if fd is not None:
+                image = os.fstat(image_fd)
+                return fd, LoopDevice(path, number, image.st_dev, image.st_ino)
     finally:
         os.close(control)
     raise Busy(f"each free loop device was taken by others, {_ATTACH_TRIES} times", obj="/dev/loop-control")
 
 
-def _configure(number: int, image_fd: int, *, direct_io: bool, read_only: bool) -> LoopDevice | None:
-    path = _node(number)
+def _configure(path: str, image_fd: int, flags: int) -> int | None:
+    """An open descriptor of the device; None if another process has taken it, or it is just being taken apart."""
     config = _LoopConfig(fd=image_fd)
-    config.info.lo_flags = (c.LO_FLAGS_DIRECT_IO if direct_io else 0) | (c.LO_FLAGS_READ_ONLY if read_only else 0)
-    fd = _open_unless_going(path, os.O_RDONLY if read_only else os.O_RDWR)
+    config.info.lo_flags = flags
+    fd = _open_unless_going(path, os.O_RDONLY if flags & c.LO_FLAGS_READ_ONLY else os.O_RDWR)
     if fd is None:
         return None
     try:
         libc.ioctl(fd, c.LOOP_CONFIGURE, config)
     except OSError as error:
+        os.close(fd)
         if error.errno == errno.EBUSY:
             return None
         raise KernelError(f"LOOP_CONFIGURE: {error.strerror}", obj=path) from error
-    finally:
-        os.close(fd)
-    image = os.fstat(image_fd)
-    return LoopDevice(path, number, image.st_dev, image.st_ino)
+    return fd
 
 
 def status(device: LoopDevice) -> LoopStatus | None:
@@ -316,33 +324,11 @@ def _shown_backing(name: str) -> str | None:
 def transient(image_fd: int) -> Iterator[LoopDevice]:
     """A loop device for the length of a block, which the kernel itself takes back: after SIGKILL too.
 
-    Autoclear, and open for as long as the block runs: with the last descriptor it is detached.
+    Autoclear, and open for as long as the block runs: with the last descriptor it is detached. Raises as `attach`.
     """
-    control = _open("/dev/loop-control", os.O_RDWR)
+    fd, device = _configure_free(image_fd, c.LO_FLAGS_AUTOCLEAR)
     try:
-        for _ in range(_ATTACH_TRIES):
-            number = libc.ioctl(control, c.LOOP_CTL_GET_FREE)
-            path = _node(number)
-            config = _LoopConfig(fd=image_fd)
-            config.info.lo_flags = c.LO_FLAGS_AUTOCLEAR
-            fd = _open_unless_going(path, os.O_RDWR)
-            if fd is None:
-                continue
-            try:
-                libc.ioctl(fd, c.LOOP_CONFIGURE, config)
-            except OSError as error:
-                os.close(fd)
-                if error.errno == errno.EBUSY:
-                    continue
-                raise KernelError(f"LOOP_CONFIGURE: {error.strerror}", obj=path) from error
-            break
-        else:
-            raise Busy(f"each free loop device was taken by others, {_ATTACH_TRIES} times", obj="/dev/loop-control")
-    finally:
-        os.close(control)
-    image = os.fstat(image_fd)
-    try:
-        yield LoopDevice(path, number, image.st_dev, image.st_ino)
+        yield device
     finally:
         os.close(fd)
 
