@@ -76,7 +76,7 @@ class Places:
         """
         unsigned = [name for name in tier.names() if not self._is_ours(tier, name)]
         ids = known() if unsigned else ()
-        foreign = [name for name in unsigned if not (name in ids and self._is_half_made(tier, name))]
+        foreign = [name for name in unsigned if not (name in ids and self._is_under_way(tier, name))]
         if foreign:
             raise self._foreign_data(tier, foreign)
 
@@ -137,6 +137,14 @@ class Places:
         except (KvtierError, OSError):
             return tier.stat_if_there(name) is None  # or it went meanwhile
         return True
+
+    def _is_under_way(self, tier: Directory, name: str) -> bool:
+        """A volume that another process makes or removes between our looks at it.
+
+        It is half made, signed, half removed, and gone, in this order, and never goes back. What was not signed, is then not
+        half made, then not signed and then not half removed is none.
+        """
+        return self._is_half_made(tier, name) or self._is_ours(tier, name) or self._is_half_made(tier, name)
 
     def _is_half_made(self, tier: Directory, name: str) -> bool:
         """A volume's directory before its record is in it, or after it was taken out: there is nothing else in it."""

@@ -8,10 +8,12 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier_api.errors import ForeignData, KvtierError
+from kvtier_node.places import Places
 from kvtier_node.recovery import open_node
 from node_host import Host, eventually
 
@@ -165,6 +167,40 @@ def test_the_record_of_another_volume_in_the_place_is_refused(host: Host) -> Non
     with pytest.raises(KvtierError, match="moved or copied"):
         host.erase(second)
     assert fingerprint(Path(second.row.place)) == before
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3], ids=["filled", "filled-and-emptied", "filled-emptied-and-gone"])
+def test_a_volume_that_is_made_or_removed_between_two_looks_is_no_foreign_data(
+    host: Host, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """Another process takes its volume one step on after each of our looks. At the first it was half made."""
+    live = host.provision(host.tier("SealOnly", size="1Mi", ranks=1))
+    place, record = Path(live.row.place), Path(live.row.place, "place.json").read_bytes()
+    host.erase(live)
+    place.mkdir()
+    entries = {"place.json": record, "volume.img": b"a slot's bytes"}
+    left: list[Callable[[], object]] = [
+        lambda: [(place / name).write_bytes(content) for name, content in entries.items()],
+        lambda: [(place / name).unlink() for name in entries],
+        place.rmdir,
+    ]
+    del left[steps:]
+    half_made = Places._is_half_made
+
+    def a_look_and_a_step(*args: Any) -> bool:
+        found = half_made(*args)
+        if left:
+            left.pop(0)()
+        return found
+
+    def known() -> set[str]:
+        left.pop(0)()
+        return {live.volume_id}
+
+    monkeypatch.setattr(Places, "_is_half_made", a_look_and_a_step)
+    with host.node.places.tier_directory(str(place.parent), create=False) as tier:
+        host.node.places.refuse_foreign(tier, known)
+    assert not left
 
 
 def test_volumes_of_one_tier_are_made_and_erased_side_by_side(host: Host) -> None:
