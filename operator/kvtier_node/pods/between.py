@@ -120,8 +120,8 @@ def _begin(node: Node, live: LiveVolume, pod: PodConsumer, root: Directory, slot
 def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory) -> bool:
     containers = between.containers
     if isinstance(containers, ContainerWatch):
-        written = _snapshot(slots) != between.clean
-        return containers.in_use(written=written) is False and written and _erase(live, between, place, slots)
+        touched = _snapshot(slots) != between.clean
+        return containers.in_use(touched=touched) is False and _erase(live, between, place, slots)
     if containers.failure is not None:
         raise KernelError(
             f"containers are not held back any more: {containers.failure}",
@@ -129,7 +129,7 @@ def _look(live: LiveVolume, between: Between, place: Directory, slots: Directory
             remedy="start the agent anew, and report it",
         )
     waiting = containers.waiting()
-    if not waiting and (containers.in_use() is not False or _snapshot(slots) == between.clean):
+    if not waiting and containers.in_use() is not False:
         return False
     done = _erase(live, between, place, slots)
     containers.let_in(waiting)
@@ -170,7 +170,7 @@ def _erase(live: LiveVolume, between: Between, place: Directory, slots: Director
             if not _is_alone(between, held, slots, stack):
                 return False
             found = _snapshot(slots)
-            written = found != between.clean
+            written = found != between.clean or not _is_blank(slots)  # who writes can set the times back
             if written:
                 _empty(live, held, slots, {inode for inode, _, _ in found})
             between.containers.emptied()

@@ -60,10 +60,10 @@ class ContainerWatch:
         self._seen = False
         self._looked_at = 0.0
 
-    def in_use(self, *, written: bool) -> bool | None:
+    def in_use(self, *, touched: bool) -> bool | None:
         """Whether a container has the volume. False: every one that was seen with it has ended. None: not known.
 
-        `written`: something in the volume changed, so look soon.
+        `touched`: something in the volume changed, so look soon.
         """
         ended = [user for user in self._users if user.exited()]
         for user in ended:
@@ -71,7 +71,7 @@ class ContainerWatch:
             user.close()
         if self._users:
             return True
-        pause_s = _AGAIN_S if written or ended else _IDLE_AGAIN_S
+        pause_s = _AGAIN_S if touched or ended else _IDLE_AGAIN_S
         if time.monotonic() - self._looked_at < pause_s:
             return None
         return True if self.look() else (False if self._seen else None)

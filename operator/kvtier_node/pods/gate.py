@@ -12,11 +12,12 @@ it reads what could not be erased. If this process ends, everything goes on: a g
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Self
@@ -38,9 +39,15 @@ _END_S: Final = 5.0
 
 @dataclass
 class _Waiting:
+    number: int
+    """Nobody else's, unlike `namespace`: the kernel gives a mount namespace's number to the next one when it has ended."""
     attempt: OpenAttempt
     namespace: int
     until: float
+
+    def waits(self) -> bool:
+        """False: its process was killed."""
+        return self.attempt.process is not None and not self.attempt.process.exited()
 
 
 class Gate:
@@ -59,6 +66,7 @@ class Gate:
         self._entered = False
         self._inside: dict[int, dict[int, PidFd]] = {}
         self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
         self._new: list[OpenAttempt] = []
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ending = False
@@ -108,9 +116,9 @@ class Gate:
             return [pid for users in self._inside.values() for pid in users]
 
     def waiting(self) -> frozenset[int]:
-        """Containers that are new to the volume and wait for the guardian: their mount namespaces."""
+        """Opens by containers that are new to the volume, which wait for the guardian."""
         with self._lock:
-            return frozenset(each.namespace for each in self._waiting)
+            return frozenset(each.number for each in self._waiting if each.waits())
 
     @contextmanager
     def shut(self) -> Iterator[None]:
@@ -129,11 +137,13 @@ class Gate:
             self._empty = True
             self._entered = False
 
-    def let_in(self, containers: Iterable[int]) -> None:
-        """Those of `waiting` go through: the volume is theirs too. Not one that came since."""
+    def let_in(self, opens: Collection[int]) -> None:
+        """The containers of these `waiting` go through: the volume is theirs too. Not one that came since."""
         with self._lock:
-            for namespace in containers:
-                self._enter(namespace)
+            self._forget_ended()
+            for each in self._waiting:
+                if each.number in opens and each.namespace not in self._inside:
+                    self._enter(each)
             self._reopen()
 
     def close(self) -> None:
@@ -194,14 +204,14 @@ class Gate:
             if len(self._waiting) >= _MOST:
                 self._permissions.answer(attempt, allowed=False)
                 return
-            self._waiting.append(_Waiting(attempt, namespace, time.monotonic() + self._held_s))
+            self._waiting.append(_Waiting(next(self._numbers), attempt, namespace, time.monotonic() + self._held_s))
             if not self._shut:
                 self._reopen()
 
     def _refuse(self, before: float | None = None) -> None:
-        """Those that wait since too long; all without `before`."""
+        """Those that wait since too long, and those that were killed; all without `before`."""
         with self._lock:
-            late = [each for each in self._waiting if before is None or each.until < before]
+            late = [each for each in self._waiting if before is None or each.until < before or not each.waits()]
             self._waiting = [each for each in self._waiting if each not in late]
             for each in late:
                 self._permissions.answer(each.attempt, allowed=False)
@@ -214,7 +224,7 @@ class Gate:
         still = []
         for each in self._waiting:
             if each.namespace not in self._inside and self._empty:
-                self._enter(each.namespace)
+                self._enter(each)
             if (users := self._inside.get(each.namespace)) is not None:
                 if each.attempt.pid not in users and len(users) < _MOST and each.attempt.process is not None:
                     users[each.attempt.pid], each.attempt.process = each.attempt.process, None
@@ -223,18 +233,26 @@ class Gate:
                 still.append(each)
         self._waiting = still
 
-    def _enter(self, namespace: int) -> None:
-        """The container is inside while one of its processes of this moment lives: then the number can be nobody else's."""
-        self._empty = False
-        self._entered = True
-        users = self._inside.setdefault(namespace, {})
-        try:
+    def _enter(self, waiting: _Waiting) -> None:
+        """Its container is inside while one of its processes of this moment lives: then the number can be nobody else's.
+
+        Not if it was killed meanwhile: those who have the number now may be another container, which came since.
+        """
+        users: dict[int, PidFd] = {}
+        with suppress(
+            OSError, KernelError
+        ):  # no descriptor left: those who were found stand for it, and who goes through now
             for pid in self._members.all():
-                if pid not in users and len(users) < _MOST and mount_namespace(pid) == namespace:
+                if len(users) < _MOST and mount_namespace(pid) == waiting.namespace:
                     with suppress(NotFound):
                         users[pid] = PidFd.open(pid)
-        except (OSError, KernelError):
-            return  # no descriptor left: then those stand for it who were found, and who goes through now (`_reopen`)
+        if waiting.waits():
+            self._inside[waiting.namespace] = users
+            self._empty = False
+            self._entered = True
+        else:
+            for user in users.values():
+                user.close()
 
     def _forget_ended(self) -> None:
         for namespace, users in list(self._inside.items()):

@@ -228,6 +228,25 @@ def test_a_new_container_waits_while_the_agent_stands_still(
         end(killed, second)
 
 
+def test_who_sets_the_times_of_its_files_back_leaves_nothing_either(
+    serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
+) -> None:
+    """Nor who wrote within the kernel's tick: a file's time is no proof that nothing was written."""
+    pod = new_pod()
+    serving.publish(pod)
+    slot, chunk = (serving.target(pod) / "slots" / name for name in ("slot.rank_0", "cache/chunk"))
+    before = slot.stat().st_mtime_ns
+    first = container(serving, pod, cgroup(pod))
+    chunk.unlink()
+    os.utime(slot, ns=(before, before))
+    end(first)
+    second = start(serving, pod, cgroup(pod))
+    try:
+        assert found_by(second) == 0
+    finally:
+        end(second)
+
+
 def test_what_cannot_be_emptied_is_not_read(
     serving: Kubelet, new_pod: Callable[..., Pod], cgroup: Callable[[Pod], Path]
 ) -> None:
@@ -258,7 +277,7 @@ def test_what_a_container_left_before_the_agent_died_is_not_read_by_the_one_afte
     serving.stop_agent(signal.SIGKILL)
     end(first)
     serving.start_agent()
-    serving.wait("the gate is there", lambda: "fanotify" in _descriptors(serving))
+    serving.wait("the gate is there", lambda: _holds_back(serving))
     second = start(serving, pod, procs)
     try:
         assert found_by(second) == 0
@@ -266,13 +285,14 @@ def test_what_a_container_left_before_the_agent_died_is_not_read_by_the_one_afte
         end(second)
 
 
-def _descriptors(kubelet: Kubelet) -> str:
+def _holds_back(kubelet: Kubelet) -> bool:
+    """The agent has a mark on a file system: from then on the kernel asks."""
     assert kubelet.process is not None
-    found = []
-    for path in Path(f"/proc/{kubelet.process.pid}/fd").iterdir():
+    for path in Path(f"/proc/{kubelet.process.pid}/fdinfo").iterdir():
         with contextlib.suppress(FileNotFoundError):  # it opens and closes others meanwhile
-            found.append(os.readlink(path))
-    return " ".join(found)
+            if "\nfanotify sdev:" in path.read_text():
+                return True
+    return False
 
 
 def test_those_who_wait_go_on_when_the_agent_ends(

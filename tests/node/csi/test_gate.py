@@ -19,6 +19,7 @@ from kvtier_node.kernel import libc
 from kvtier_node.kernel.processes import PidFd
 from kvtier_node.pods.gate import Gate
 from kvtier_node.pods.members import PodMembers
+from leftovers import open_descriptors
 
 pytestmark = pytest.mark.root
 
@@ -173,6 +174,66 @@ def test_the_number_of_a_dead_containers_namespace_lets_nobody_in(
         process.wait()
         Kubelet.wait("nobody is inside", lambda: it.in_use() is False)
     assert len(numbers) < 6, "a number was used again"
+
+
+def test_nothing_is_kept_of_who_was_killed_while_it_waited(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    it = gate(held_s=3600)
+    it.begin([], empty=False)
+    before = open_descriptors()
+    first = opener()
+    Kubelet.wait("it waits", it.waiting)
+    first.kill()
+    first.wait()
+    first.communicate()
+    Kubelet.wait("its descriptors are closed", lambda: open_descriptors() == before)
+
+
+def test_who_came_since_is_not_let_in_by_the_number_of_one_that_was_killed_while_it_waited(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier_node.pods.gate.mount_namespace", lambda pid: 4026531841)
+    it = gate()
+    it.begin([], empty=False)
+    first = opener()
+    Kubelet.wait("it waits", it.waiting)
+    waiting = it.waiting()
+    first.kill()
+    first.wait()
+    Kubelet.wait("it waits no more", lambda: not it.waiting())
+    second = opener()
+    Kubelet.wait("the next one waits", it.waiting)
+    it.let_in(waiting)
+    assert it.in_use() is None
+    it.let_in(it.waiting())
+    assert said(second) == b"4"
+
+
+def test_a_number_that_changes_hands_while_its_container_is_let_in_is_nobodys(
+    gate: Callable[..., Gate], opener: Callable[[], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed just then, and the next container has its number when the guardian looks who has it."""
+    it = gate()
+    it.begin([], empty=False)
+    first = opener()
+    Kubelet.wait("it waits", it.waiting)
+    waiting, number = it.waiting(), os.stat(f"/proc/{first.pid}/ns/mnt").st_ino
+    second = opener()
+    Kubelet.wait("the next one waits", lambda: len(it.waiting()) == 2)
+
+    def looked_at(pid: int) -> int | None:
+        if first.returncode is None:
+            first.kill()
+            first.wait()
+        return number if pid == second.pid else None
+
+    monkeypatch.setattr("kvtier_node.pods.gate.mount_namespace", looked_at)
+    it.let_in(waiting)
+    assert it.in_use() is None
+    monkeypatch.undo()
+    it.let_in(it.waiting())
+    assert said(second) == b"4"
 
 
 def test_after_it_was_emptied_the_next_container_goes_through(
