@@ -239,9 +239,8 @@ class Gate:
         Not if it was killed meanwhile: those who have the number now may be another container, which came since.
         """
         users: dict[int, PidFd] = {}
-        with suppress(
-            OSError, KernelError
-        ):  # no descriptor left: those who were found stand for it, and who goes through now
+        # With no descriptor left, those stand for it who were found, and who goes through now (`_reopen`).
+        with suppress(OSError, KernelError):
             for pid in self._members.all():
                 if len(users) < _MOST and mount_namespace(pid) == waiting.namespace:
                     with suppress(NotFound):
