@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier_api.errors import ForeignData, NotFound, NotPermitted, UnsafePath
+from kvtier_api.errors import Busy, ForeignData, NotFound, NotPermitted, UnsafePath
 from kvtier_node.kernel import constants as c
 from kvtier_node.kernel import libc, mounts
 from kvtier_node.kernel.refusal import refused, shown
@@ -30,6 +30,7 @@ _NAME_LIMIT_BYTES: Final = 255
 _PATH_LIMIT_BYTES: Final = 4095
 _STEM_BYTES: Final = 200  # of a name in the name of its temporary file
 _DEEPEST_TREE: Final = 32
+_REPLACED_LIMIT: Final = 100
 
 
 def _check_name(name: str, where: str) -> None:
@@ -323,16 +324,13 @@ class Directory:
         It must be regular, on this mount, have this one name, and belong to root, to us or to `owner_uid` (`any_owner`:
         to anybody). It is looked at before it is opened, so that a FIFO blocks nothing and a device notices nothing.
 
-        Raises NotFound, ForeignData (no regular file), UnsafePath (link, mount, second name, another's).
+        Raises NotFound, ForeignData (no regular file), UnsafePath (link, mount, second name, another's), Busy (somebody
+        goes on replacing it).
         """
         _check_name(name, self.path)
         where = self._at(name)
+        found_fd, found = self._find(name, where)
         try:
-            found_fd = libc.openat2(self.fd, name, os.O_PATH | os.O_NOFOLLOW, 0, _SAME_MOUNT)
-        except OSError as error:
-            raise refused(error, where) from error
-        try:
-            found = os.fstat(found_fd)
             if stat.S_ISLNK(found.st_mode):
                 raise refused(OSError(errno.ELOOP, os.strerror(errno.ELOOP)), where)
             if not stat.S_ISREG(found.st_mode):
@@ -351,6 +349,19 @@ class Directory:
             return _reopen(found_fd, flags & ~os.O_CREAT, where)
         finally:
             os.close(found_fd)
+
+    def _find(self, name: str, where: str) -> tuple[int, os.stat_result]:
+        """What has the name now, by a descriptor that only looks. Raises NotFound, UnsafePath, Busy."""
+        for _ in range(_REPLACED_LIMIT):
+            try:
+                fd = libc.openat2(self.fd, name, os.O_PATH | os.O_NOFOLLOW, 0, _SAME_MOUNT)
+            except OSError as error:
+                raise refused(error, where) from error
+            found = os.fstat(fd)
+            if found.st_nlink:
+                return fd, found
+            os.close(fd)  # removed or replaced (`write_file_atomic`) since it was opened
+        raise Busy(f"replaced {_REPLACED_LIMIT} times while it was opened", obj=shown(where), remedy="look who does")
 
     def read_file(self, name: str, limit_bytes: int, *, owner_uid: int | None = None) -> bytes:
         """The whole file, by the rules of `open_file`. Raises ForeignData if it is longer than `limit_bytes`."""

@@ -192,9 +192,10 @@ class Places:
         if place is None:
             return None
         with place:
-            if CONSUMER_NAME not in place.names():
+            try:
+                found: dict[str, Any] = json.loads(place.read_file(CONSUMER_NAME, _LIMIT_BYTES))
+            except NotFound:
                 return None
-            found: dict[str, Any] = json.loads(place.read_file(CONSUMER_NAME, _LIMIT_BYTES))
             return found
 
     def open(self, path: str) -> Directory | None:
@@ -208,10 +209,10 @@ class Places:
         except NotFound:
             return None
         with tier:
-            name = os.path.basename(path)
-            if tier.stat_if_there(name) is None:
+            try:
+                place = tier.child(os.path.basename(path))
+            except NotFound:
                 return None
-            place = tier.child(name)
         try:
             if not all(_is_record(left) for left in place.names()):
                 self._read(place)

@@ -83,7 +83,8 @@ class StateDirectory:
         Raises UnsafePath unless it is a regular file of one name, owned by this user, closed to all others.
         """
         try:
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            while not (status := os.stat(name, dir_fd=self.fd, follow_symlinks=False)).st_nlink:
+                continue  # removed or replaced between the kernel's two steps: what has the name now is looked at
         except FileNotFoundError:
             return None
         check_private_file(status, self.path_of(name))
@@ -91,18 +92,22 @@ class StateDirectory:
 
     def open_file(self, name: str, flags: int) -> int:
         """A descriptor of the private file `name` (0600 when `flags` creates it), checked like `file_status`."""
-        try:
-            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EMLINK):
-                raise UnsafePath("a symbolic link is in the file's place", obj=self.path_of(name)) from error
-            raise
-        try:
-            check_private_file(os.fstat(fd), self.path_of(name))
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        while True:
+            try:
+                fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EMLINK):
+                    raise UnsafePath("a symbolic link is in the file's place", obj=self.path_of(name)) from error
+                raise
+            try:
+                status = os.fstat(fd)
+                if status.st_nlink:
+                    check_private_file(status, self.path_of(name))
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # removed or replaced since it was opened
 
     def write_new(self, name: str, content: bytes) -> None:
         """Put `content` durably at `name`, which must not exist, in one step: a crash leaves all of it or none.

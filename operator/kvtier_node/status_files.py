@@ -57,6 +57,8 @@ class StatusFiles:
                     data = json.loads(directory.read_file(name, _LIMIT_BYTES))
                     tier = parse_object(data, source=f"{self._path}/{name}", kind=KVCacheTier)
                     tiers[key_of(tier)] = tier
+                except NotFound:
+                    continue  # removed since it was listed
                 except KvtierError as error:
                     bad.append((f"{self._path}/{name}", error))
                 except ValueError as error:
