@@ -180,7 +180,9 @@ class Reconciler:
         for place, step in todo.volume_steps:
             await self._volume_step(place, step)
         for request, request_status in todo.requests:
-            await self._see_its_records(request, request_status)
+            if request_status.state in _ENDED:
+                await self._see_its_volumes(request)
+                await self._see_its_records(request, request_status)
             body = await self._kube.apply_status(ERASURES, writing.erasure_status(request, request_status))
             self._take(erasure_facts(body))
         tier = self._view.tier(key)
@@ -198,14 +200,32 @@ class Reconciler:
                 if announcement.reason is EventReason.DELETION_DONE:
                     self._add_news(key, announcement)
 
+    async def _see_its_volumes(self, request: ErasureFacts) -> None:
+        """Before the last word on a request, which no agent looks at any more: memory is not trusted, as in `_release`.
+
+        Raises Conflict where the API server has the tier, or a volume of it that has not ended, and memory has not.
+        """
+        namespace, name = request.tier
+        known = {volume.uid for volume in self._view.volumes(request.tier)}
+        async for body in self._kube.list(VOLUMES, namespace, fields=f"spec.tierRef.name={name}"):
+            volume = volume_facts(body)
+            if not volume.is_final and volume.uid not in known:
+                raise Conflict(f"its volume {volume.name} is newer than memory", obj="/".join(request.key))
+        if self._view.tier(request.tier) is None:
+            try:
+                await self._kube.get(TIERS, name, namespace)
+            except Missing:
+                return
+            raise Conflict(f"its tier {name} is newer than memory", obj="/".join(request.key))
+
     async def _see_its_records(self, request: ErasureFacts, status: KVCacheErasureStatus) -> None:
-        """Before the last word on a request. An agent makes the record first, and then says `Erased`; but events of records and
-        of volumes come on their own ways, and what a record has (how, and whether verified) cannot be added later.
+        """The same. An agent makes the record first, and then says `Erased`; but events of records and of volumes come on their
+        own ways, and what a record has (how, and whether verified) cannot be added later.
 
         Raises Conflict where the API server has a record that memory has not.
         """
         unproven = {it.volume_id for it in status.volumes if it.technique == FROM_VOLUME}
-        if status.state not in _ENDED or not unproven:
+        if not unproven:
             return
         known = {(it.key, it.version) for it in self._view.erasures(request.tier)}
         async for body in self._kube.list(
@@ -307,21 +327,27 @@ class Reconciler:
         log.info("tier released", tier=_name(key))
         if body["metadata"].get("finalizers"):
             self._take(tier_facts(body))
-        else:
+        elif (
+            known := self._view.tier(key)
+        ) is not None and known.meta.uid == tier.meta.uid:  # else it was made anew meanwhile
             self._drop(TierFacts, key)
 
     async def _read_again(self, key: Key) -> None:
-        """The tier and all that belongs to it, from the API server."""
+        """The tier and all that belongs to it, from the API server. What comes to memory meanwhile is newer than the answers."""
+        tier = self._view.tier(key)
+        volumes_before = {(it.key, it.version) for it in self._view.volumes(key)}
+        erasures_before = {(it.key, it.version) for it in self._view.erasures(key)}
         try:
             self._take(tier_facts(await self._kube.get(TIERS, key[1], key[0])))
         except Missing:
-            self._drop(TierFacts, key)
+            if self._view.tier(key) == tier:
+                self._drop(TierFacts, key)
         fields = f"spec.tierRef.name={key[1]}"
         volumes = [volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=fields)]
         for volume in volumes:
             self._take(volume)
         for known in self._view.volumes(key):
-            if known.key not in {volume.key for volume in volumes}:
+            if known.key not in {volume.key for volume in volumes} and (known.key, known.version) in volumes_before:
                 self._drop(VolumeFacts, known.key)
         erasures = set()
         async for body in self._kube.list(ERASURES, key[0], fields=fields):
@@ -333,7 +359,7 @@ class Reconciler:
             erasures.add(fact.key)
             self._take(fact)
         for erasure in self._view.erasures(key):
-            if erasure.key not in erasures:
+            if erasure.key not in erasures and (erasure.key, erasure.version) in erasures_before:
                 self._drop(ErasureFacts, erasure.key)
 
     def _take(self, fact: TierFacts | VolumeFacts | ErasureFacts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvtier_operator.fence import Fence
 from kvtier_operator.kinds import VOLUMES
 from kvtier_operator.kube import Kube
 from kvtier_operator.metrics import Metrics
-from kvtier_operator.problems import ApiProblem, Conflict, NotLeading, Refused, RightMissing
+from kvtier_operator.problems import ApiProblem, Conflict, Missing, NotLeading, Refused, RightMissing
 from kvtier_operator.reconciling import Reconciler
 from kvtier_operator.view import View
 
@@ -153,6 +153,75 @@ def test_a_request_ends_with_what_the_record_says_though_no_event_told_of_it_yet
     assert found["state"] == "Complete"
     (one,) = found["volumes"]
     assert (one["technique"], one["verified"]) == (("KeyDestroyed", True) if recorded else ("AsReceipt", False))
+
+
+@pytest.mark.parametrize("missing", ["volume", "tier and volume"])
+def test_a_request_does_not_end_because_memory_lacks_what_is_to_be_erased(
+    api: Api, plane: ControlPlane, missing: str
+) -> None:
+    """Watches of tiers, volumes and requests are three. The last word on a request is final, and no agent looks at it again."""
+    of = api.create("kvcachetiers", tier("t"))
+    api.create("kvcachevolumes", volume(of, "gone") | {"status": volume_status("InUse")})
+    kind = {"apiVersion": "kvtier.dev/v1alpha1", "kind": "KVCacheErasure"}
+    asked = {"tierRef": {"name": "t"}, "reason": "a test asks"}
+    api.create("kvcacheerasures", {**kind, "metadata": {"name": "e"}, "spec": asked})
+
+    async def work(hand: Hand) -> None:
+        if missing == "volume":
+            hand.view.take(tier_facts(of))
+        hand.view.take(erasure_facts(api.get("kvcacheerasures", "e")))
+        while await hand.reconciler.reconcile((api.namespace, "t")) == 0.0:
+            pass
+        assert len(hand.view.volumes((api.namespace, "t"))) == 1
+
+    in_hand(plane, work)
+    assert api.get("kvcacheerasures", "e")["status"]["state"] == "Pending"
+
+
+def test_what_comes_to_memory_while_the_api_server_is_read_stays(api: Api, plane: ControlPlane) -> None:
+    old = api.create("kvcachetiers", tier("t"))
+    api.merge("kvcachetiers", "t", {"spec": {"ranks": 7}})
+    bodies: list[Any] = []
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(old))
+        listed = hand.kube.list
+
+        async def list_while_one_is_made(kind: Any, *args: Any, **how: Any) -> AsyncIterator[Body]:
+            found = [body async for body in listed(kind, *args, **how)]
+            if kind is VOLUMES and not bodies:
+                bodies.append(api.create("kvcachevolumes", volume(old, "gone") | {"status": volume_status("InUse")}))
+                hand.view.take(volume_facts(bodies[0]))
+            for body in found:
+                yield body
+
+        hand.kube.list = list_while_one_is_made  # type: ignore[method-assign]
+        await hand.reconciler.reconcile((api.namespace, "t"))
+        assert [it.name for it in hand.view.volumes((api.namespace, "t"))] == [bodies[0]["metadata"]["name"]]
+
+    in_hand(plane, work)
+
+
+def test_a_tier_made_anew_while_the_old_one_is_read_stays(api: Api, plane: ControlPlane) -> None:
+    old = api.create("kvcachetiers", tier("t"))
+    api.delete("kvcachetiers", "t")
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(old))
+        get = hand.kube.get
+
+        async def get_while_it_is_made(*args: Any, **how: Any) -> Body:
+            try:
+                return await get(*args, **how)
+            except Missing:
+                hand.view.take(tier_facts(api.create("kvcachetiers", tier("t"))))
+                raise
+
+        hand.kube.get = get_while_it_is_made  # type: ignore[method-assign]
+        await hand.reconciler.reconcile((api.namespace, "t"))
+
+    in_hand(plane, work)
+    assert api.get("kvcachetiers", "t")["metadata"]["finalizers"] == ["kvtier.dev/erase"]
 
 
 def test_a_closed_fence_lets_nothing_through(api: Api, plane: ControlPlane) -> None:

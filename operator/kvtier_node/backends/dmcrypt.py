@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -53,7 +54,11 @@ def _describe(name: str) -> device_mapper.Table:
 
 def _remove(name: str) -> None:
     """Remove the device, or let the kernel do so when its last user goes: udevd, say, looks into each new one."""
-    bounded.run_tool(["dmsetup", "remove", "--deferred", name], timeout_s=_LIMIT_S)
+    try:
+        bounded.run_tool(["dmsetup", "remove", "--deferred", name], timeout_s=_LIMIT_S)
+    except KernelError:
+        if device_mapper.exists(name):  # else another was faster
+            raise
 
 
 def _remove_lost_probes() -> None:
@@ -61,7 +66,7 @@ def _remove_lost_probes() -> None:
     for name in device_mapper.names():
         if not name.startswith(_PROBE):
             continue
-        pid, _, started = name.removeprefix(_PROBE).partition("-")
+        pid, started, *_ = name.removeprefix(_PROBE).split("-")
         try:
             alive = str(start_time(int(pid))) == started
         except NotFound:
@@ -103,7 +108,8 @@ class DmCrypt:
     def _probe_cipher() -> Probe:
         """Open a small device with the real cipher and close it again: a target that is listed can still lack its cipher."""
         fd = os.memfd_create("kvtier-probe", os.MFD_CLOEXEC)
-        name = f"{_PROBE}{os.getpid()}-{start_time(os.getpid())}"
+        # Tiers are checked in threads of one process, so the process alone is no name.
+        name = f"{_PROBE}{os.getpid()}-{start_time(os.getpid())}-{secrets.token_hex(4)}"
         try:
             _remove_lost_probes()
             os.ftruncate(fd, image.MIB)

@@ -130,9 +130,11 @@ class ClusterPart:
         """The record of a place must not go before the place does. That of an ended one may: the controller forgets old ones."""
         self._lost.add(str(body["metadata"]["name"]))
 
-    def _compare(self, rows: Sequence[VolumeRow], ended: dict[str, VolumeRow | None]) -> None:
-        """After a list: what the API has not, or has otherwise, is told anew. The node is right, the API is a copy."""
-        objects = self._by_name()
+    def _compare(self, objects: dict[str, Body], rows: Sequence[VolumeRow], ended: dict[str, VolumeRow | None]) -> None:
+        """After a list: what the API has not, or has otherwise, is told anew. The node is right, the API is a copy.
+
+        `ended`: the ledger's rows of those of `objects` that are not among `rows`. It has each volume before the API does.
+        """
         self._unknown.clear()
         self._lost |= {row.volume_id for row in rows if row.volume_id not in objects}
         living = {row.volume_id: row for row in rows}
@@ -191,8 +193,9 @@ class ClusterPart:
         if self._relisted:
             self._relisted = False
             known = {row.volume_id for row in rows}
-            others = [name for name in self._by_name() if name not in known]
-            self._compare(rows, await self._threads.run(lambda: self._rows_of(others)))
+            objects = self._by_name()
+            others = [name for name in objects if name not in known]
+            self._compare(objects, rows, await self._threads.run(lambda: self._rows_of(others)))
         await self._tell_unknown()
         lost, self._lost = self._lost, set()
         for row in rows:

@@ -1,9 +1,9 @@
 """NodePublishVolume: kubelet keeps the pod waiting until this is done, which is the fence.
 
-Order: authorise, look at the target, record (ledger), provision, record (API), record the consumer, put the gate before the files
-(`pods.between`), show the volume to the pod. A publish that fails takes everything back; what cannot be taken back stays on
-record, guarded, and is said with a code that makes kubelet ask again. Every step can be run twice: kubelet asks again after a
-restart of its own, or of the agent.
+Order: authorise, look at the target, record (ledger), provision, record (API), look at the tier again, record the consumer, put
+the gate before the files (`pods.between`), show the volume to the pod. A publish that fails takes everything back; what cannot be
+taken back stays on record, guarded, and is said with a code that makes kubelet ask again. Every step can be run twice: kubelet
+asks again after a restart of its own, or of the agent.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from kvtier_node.csi.calls import PublishCall
 from kvtier_node.csi.codes import Pending
 from kvtier_node.csi.owners import authorise, check_node, owner_of
 from kvtier_node.csi.rows import find_row, volume_root
-from kvtier_node.csi.surroundings import Context
+from kvtier_node.csi.surroundings import Context, PodFacts
 from kvtier_node.csi.unpublishing import note_end
 from kvtier_node.erasing import erase
 from kvtier_node.kernel.refusal import refused
 from kvtier_node.ledger import VolumeRow
 from kvtier_node.live import LiveVolume
-from kvtier_node.node import Node
+from kvtier_node.node import Node, uid_of
 from kvtier_node.pods.between import hold_back
 from kvtier_node.pods.consumer import PodConsumer
 from kvtier_node.pods.target import TargetState, open_target, open_target_if_there
 from kvtier_node.provisioning import provision, start
 from kvtier_node.recovery import destroys_keys
+from kvtier_node.volume_watch import VolumeWatch
 
 __all__ = ["Publisher"]
 
@@ -62,6 +63,7 @@ class Publisher:
         log = self.context.log.bind(volume=live.volume_id, pod=f"{call.pod.namespace}/{call.pod.name}", tier=tier.key)
         try:
             await self.context.cluster.recorded(live.volume_id)
+            await self._check_again(call, pod, live)
             await self.context.threads.run(lambda: self._hand_over(call, live))
         except Exception as error:
             log.warning("publish-failed", error=str(error))
@@ -69,6 +71,13 @@ class Publisher:
             raise
         self.context.guards.take(live)
         log.info("published", backend=live.row.backend.value, uid=uid, gid=gid)
+
+    async def _check_again(self, call: PublishCall, pod: PodFacts, live: LiveVolume) -> None:
+        """The tier can have been deleted since it was read, and released because no volume was on record. Now one is."""
+        tier = await self.context.cluster.tier(call.pod.namespace, call.tier)
+        authorise(tier, call.pod, pod, self.context.node.name)
+        if uid_of(tier) != live.row.tier_uid:
+            raise Pending("was made anew", obj=f"KVCacheTier {tier.key}", remedy="kubelet asks again")
 
     def _hand_over(self, call: PublishCall, live: LiveVolume) -> None:
         """Consumer on record, then the gate, then the mount: before it, nobody but root reaches the volume."""
@@ -105,27 +114,38 @@ class Publisher:
 
     async def _again(self, call: PublishCall, row: VolumeRow) -> None:
         """The volume is there already, or its predecessor is not gone yet."""
-        pod = PodConsumer.from_record(row.consumer)
-        if row.state is not VolumeState.IN_USE or pod is None or pod.ended:
-            watch = self.context.guards.watch_of(row.volume_id)
-            why = (watch.failure if watch is not None else "") or row.reason
-            raise Pending(
-                f"an earlier volume of this pod is {row.state.value} and is erased first" + (f": {why}" if why else ""),
-                obj=row.volume_id,
-                remedy="kubelet asks again",
-            )
-        if pod.pod.target != call.pod.target:
-            raise Busy(f"is already at {pod.pod.target}", obj=row.volume_id)
-        try:
-            await self.context.threads.run(lambda: self._show(call, row))
-        except KvtierError as error:
-            if await self.context.threads.run(lambda: _is_whole(self.context.node, row)):
-                raise
+        watch = self.context.guards.watch_of(row.volume_id)
+        if watch is None:
+            raise Pending("has no guardian yet", obj=row.volume_id, remedy="kubelet asks again")
+        async with watch.turn:  # its end is not noted, and its erasure does not begin, while it is shown
+            lost = await self.context.threads.run(lambda: self._show_again(call, row.volume_id, watch))
+        if lost is not None:
             # What is at the place is not the volume any more: its key went with its last mount. Never the bare directory.
             await note_end(self.context, row, Trigger.CRASH)
             raise Pending(
-                f"lost its mount and is erased first: {error}", obj=row.volume_id, remedy="kubelet asks again"
-            ) from error
+                f"lost its mount and is erased first: {lost}", obj=row.volume_id, remedy="kubelet asks again"
+            ) from lost
+
+    def _show_again(self, call: PublishCall, volume_id: str, watch: VolumeWatch) -> KvtierError | None:
+        """Show the volume if it is in use as the ledger has it now. Returns the error where it is not whole any more."""
+        row = self.context.node.ledger.get(volume_id)
+        pod = PodConsumer.from_record(row.consumer)
+        if row.state is not VolumeState.IN_USE or pod is None or pod.ended:
+            why = watch.failure or row.reason
+            raise Pending(
+                f"an earlier volume of this pod is {row.state.value} and is erased first" + (f": {why}" if why else ""),
+                obj=volume_id,
+                remedy="kubelet asks again",
+            )
+        if pod.pod.target != call.pod.target:
+            raise Busy(f"is already at {pod.pod.target}", obj=volume_id)
+        try:
+            self._show(call, row)
+        except KvtierError as error:
+            if _is_whole(self.context.node, row):
+                raise
+            return error
+        return None
 
 
 def _is_whole(node: Node, row: VolumeRow) -> bool:

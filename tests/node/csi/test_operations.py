@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Callable
 
 import grpc
 import pytest
 
 from csi_agent import Kubelet, Pod
+from kvtier_api.erasure import Trigger
 from kvtier_api.errors import ForeignData, InvalidResource, KernelError, NotFound, NotPermitted
 from kvtier_api.volume import VolumeState
 from kvtier_node.csi.codes import NON_FINAL, BadCall, code_of
 from kvtier_node.csi.generated import csi_pb2 as pb
 from kvtier_node.csi.operations import wait_limit_s
+from kvtier_node.ledger import Ledger
+from kvtier_node.pods.consumer import PodConsumer
 
 pytestmark = pytest.mark.root
 
@@ -82,6 +87,28 @@ def _fails(call: Callable[[], object]) -> bool:
         assert error.code() is grpc.StatusCode.ABORTED
         return True
     return False
+
+
+def test_a_publish_that_comes_again_waits_for_the_guardian_and_shows_nothing_that_ended_meanwhile(
+    serving: Kubelet, new_pod: Callable[..., Pod]
+) -> None:
+    """Else it takes off what shuts the target, and mounts there what is erased at once, for whoever still has the pod's mounts."""
+    pod = new_pod()
+    serving.publish(pod)
+    row = serving.row_of(pod)
+    (serving.cluster / "late").touch()
+    time.sleep(2)  # the guardian begins its turn, and does not end it
+    again = serving.node.NodePublishVolume.future(serving.publish_request(pod), timeout=100)
+    with pytest.raises(grpc.FutureTimeoutError):
+        again.result(timeout=3)
+    consumer = PodConsumer.from_record(row.consumer)
+    assert consumer is not None
+    with Ledger.open(serving.base / "state", create=False) as ledger:
+        ledger.note(row.volume_id, consumer=consumer.with_end(Trigger.DELETION).record())
+    subprocess.run(["umount", "-l", str(serving.target(pod))], check=True)
+    (serving.cluster / "late").unlink()
+    assert again.exception().code() is grpc.StatusCode.ABORTED
+    assert str(serving.target(pod)) not in serving.mounts()
 
 
 def test_two_unpublish_calls_at_once_erase_once(serving: Kubelet, new_pod: Callable[..., Pod]) -> None:

@@ -185,6 +185,34 @@ def test_a_volume_that_cannot_be_put_on_record_is_taken_back_whole(
 
 
 @pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (
+            lambda it: it.declare_tier(metadata=", uid: old, deletionTimestamp: 2026-01-01T00:00:00Z"),
+            grpc.StatusCode.FAILED_PRECONDITION,
+        ),
+        (lambda it: (it.cluster / "default_chat.yaml").unlink(), grpc.StatusCode.NOT_FOUND),
+        (lambda it: it.declare_tier(metadata=", uid: new"), grpc.StatusCode.ABORTED),
+    ],
+    ids=["deleting", "gone", "made anew"],
+)
+def test_a_tier_that_goes_before_its_new_volume_is_on_record_has_no_volume_afterwards(
+    serving: Kubelet, new_pod: Callable[..., Pod], change: Callable[[Kubelet], None], code: grpc.StatusCode
+) -> None:
+    """The controller released it, for it saw no volume: who is told that nothing is left must be right."""
+    serving.declare_tier(metadata=", uid: old")
+    pod = new_pod()
+    serving.make_folders(pod)
+    (serving.cluster / "hold").touch()
+    call = serving.node.NodePublishVolume.future(serving.publish_request(pod), timeout=60)
+    serving.wait("it is provisioned", lambda: (serving.cluster / "recording").exists())
+    change(serving)
+    (serving.cluster / "hold").unlink()
+    assert call.exception().code() is code
+    assert nothing_left(serving)
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
         (lambda it: it.ClearField("volume_id"), "volume_id"),
