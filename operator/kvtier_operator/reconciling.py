@@ -327,10 +327,8 @@ class Reconciler:
         log.info("tier released", tier=_name(key))
         if body["metadata"].get("finalizers"):
             self._take(tier_facts(body))
-        elif (
-            known := self._view.tier(key)
-        ) is not None and known.meta.uid == tier.meta.uid:  # else it was made anew meanwhile
-            self._drop(TierFacts, key)
+        elif (known := self._view.tier(key)) is not None and known.meta.uid == tier.meta.uid:
+            self._drop(TierFacts, key)  # not one that was made anew meanwhile
 
     async def _read_again(self, key: Key) -> None:
         """The tier and all that belongs to it, from the API server. What comes to memory meanwhile is newer than the answers."""

@@ -224,6 +224,28 @@ def test_a_tier_made_anew_while_the_old_one_is_read_stays(api: Api, plane: Contr
     assert api.get("kvcachetiers", "t")["metadata"]["finalizers"] == ["kvtier.dev/erase"]
 
 
+def test_a_tier_made_anew_while_the_old_one_is_released_stays(api: Api, plane: ControlPlane) -> None:
+    api.create("kvcachetiers", tier("t"))
+    api.merge("kvcachetiers", "t", {"metadata": {"finalizers": ["kvtier.dev/erase"]}})
+    api.delete("kvcachetiers", "t")
+
+    async def work(hand: Hand) -> None:
+        hand.view.take(tier_facts(api.get("kvcachetiers", "t")))
+        merge = hand.kube.merge
+
+        async def merge_and_make_anew(*args: Any, **how: Any) -> Body:
+            answer = await merge(*args, **how)
+            if not answer["metadata"].get("finalizers"):
+                hand.view.take(tier_facts(api.create("kvcachetiers", tier("t"))))
+            return answer
+
+        hand.kube.merge = merge_and_make_anew  # type: ignore[method-assign]
+        await hand.reconciler.reconcile((api.namespace, "t"))
+
+    in_hand(plane, work)
+    assert api.get("kvcachetiers", "t")["metadata"]["finalizers"] == ["kvtier.dev/erase"]
+
+
 def test_a_closed_fence_lets_nothing_through(api: Api, plane: ControlPlane) -> None:
     made = api.create("kvcachetiers", tier("t"))
 
