@@ -142,7 +142,7 @@ class HostProtection:
         node = open_node(f"{folder}/state", [f"{folder}/tiers"])
         try:
             with node.places.tier_directory(tier.spec.path, create=True) as directory:
-                choose_backend(tier, directory)
+                choose_backend(tier, directory, device=tier.spec.device)
         except BackendUnavailable:
             return False
         finally:

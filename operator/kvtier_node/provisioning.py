@@ -48,7 +48,7 @@ def provision(
             directory,
             lambda: {row.volume_id for row in node.ledger.volumes() if os.path.dirname(row.place) == directory.path},
         )
-        backend, reasons = choose_backend(tier, directory)
+        backend, reasons = choose_backend(tier, directory, device=tier.spec.device)
         refuse_too_large(directory, tier, backend)
         volume_id = f"kvv-{secrets.token_hex(10)}"
         guardian = Guardian.try_acquire(node.state_dir, volume_id)
@@ -74,11 +74,14 @@ def provision(
         return live
 
 
-def choose_backend(tier: KVCacheTier, directory: Directory) -> tuple[Backend, dict[str, str]]:
-    """The tier's backend in its directory, by measurement, and each probed backend's reason. Raises BackendUnavailable."""
+def choose_backend(tier: KVCacheTier, directory: Directory, *, device: str | None) -> tuple[Backend, dict[str, str]]:
+    """The tier's backend in its directory, by measurement, and each probed backend's reason.
+
+    `device`: the tier's, to be looked at as well. Raises BackendUnavailable, ForeignData.
+    """
     wanted = tier.spec.encryption.backend
     name = None if wanted is EncryptionBackend.AUTO else BackendName(wanted)
-    return backends.choose(name, directory, device=tier.spec.device)
+    return backends.choose(name, directory, device=device)
 
 
 def refuse_too_large(directory: Directory, tier: KVCacheTier, backend: Backend) -> None:

@@ -59,7 +59,10 @@ def check_tier(node: Node, tier: KVCacheTier) -> TierCheck:
                 return {row.volume_id for row in node.ledger.volumes() if os.path.dirname(row.place) == path}
 
             node.places.refuse_foreign(directory, known)
-            backend, reasons = choose_backend(tier, directory)
+            # A device that a volume of kvtier's has is in use, and holds data: that is no news.
+            taken = {row.spec.get("device") for row in node.ledger.volumes() if not row.is_terminal}
+            device = None if tier.spec.device in taken else tier.spec.device
+            backend, reasons = choose_backend(tier, directory, device=device)
             refuse_too_large(directory, tier, backend)
     except OSError as error:
         return TierCheck(Reason.PROVISIONING_FAILED, str(refused(error, tier.spec.path)))

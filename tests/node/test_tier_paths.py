@@ -136,10 +136,10 @@ def test_a_volume_that_another_process_recorded_since_the_first_look_is_seen_bef
     outer, inner = tiers(host)
     real = provisioning.choose_backend
 
-    def slow(tier: KVCacheTier, directory: Directory) -> tuple[Backend, dict[str, str]]:
+    def slow(tier: KVCacheTier, directory: Directory, *, device: str | None) -> tuple[Backend, dict[str, str]]:
         if tier is outer:
             host.provision(inner)
-        return real(tier, directory)
+        return real(tier, directory, device=device)
 
     monkeypatch.setattr(provisioning, "choose_backend", slow)
     with pytest.raises(InvalidResource) as caught:

@@ -67,6 +67,10 @@ def test_a_device_that_is_too_small_is_refused_with_both_numbers_and_untouched(n
 
 def cut_in_use(node, disk):
     machine = node.boot(disks=(disk,), device="/dev/ubdc")
+    checked = machine.wait_for("checked")
+    assert checked["text"] == "DmCrypt: device mapper opened a plain dm-crypt device", (
+        "its own volume is no foreign data"
+    )
     machine.wait_for("written")
     node.cut(machine)
     assert digest(disk) != hashlib.sha256(bytes(SIZE_MIB * MIB)).hexdigest()

@@ -101,7 +101,7 @@ class DmCrypt:
         if os.geteuid() != 0:
             return Probe(False, "needs root for device mapper, loop devices and mounts")
         if device is not None:
-            os.close(raw_device.open_blank(device))  # ForeignData is no question of backends: it reaches the caller
+            raw_device.look_blank(device)  # ForeignData is no question of backends: it reaches the caller
         return self._probe_cipher()
 
     @staticmethod

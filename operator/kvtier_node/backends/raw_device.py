@@ -16,12 +16,22 @@ from kvtier_node.kernel import block_device, bounded
 from kvtier_node.receipts import Step
 from kvtier_node.sampling import BLOCK_BYTES, Range, SampleResult
 
-__all__ = ["blank", "open_blank", "open_taken", "read_back", "size_of_taken"]
+__all__ = ["blank", "look_blank", "open_blank", "open_taken", "read_back", "size_of_taken"]
 
 _LIMIT_S: Final = 600.0
 _ZERO_LIMIT_S: Final = 4 * 3600.0
 _EDGE_BYTES: Final = 4 << 20
 """Read whole at both ends: every file system, RAID, volume manager and partition table has its mark there."""
+
+
+def look_blank(device: str) -> None:
+    """Raise ForeignData where `open_blank` would. Who takes the device, or erases it, meanwhile is not kept out."""
+    os.close(block_device.open_alone(device, os.O_RDONLY))
+    fd = block_device.open_device(device, os.O_RDONLY)
+    try:
+        _refuse_data(fd, device)
+    finally:
+        os.close(fd)
 
 
 def open_blank(device: str) -> int:

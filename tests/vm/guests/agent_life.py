@@ -24,6 +24,7 @@ from kvtier_node.live import LiveVolume
 from kvtier_node.node import Node
 from kvtier_node.provisioning import provision, start
 from kvtier_node.recovery import recover
+from kvtier_node.tier_check import check_tier
 
 USER = 1000
 CONSUMER = Path(__file__).with_name("agent_consumer.py")
@@ -73,6 +74,8 @@ def consume(node: Node, live: LiveVolume, slots: list[Path]) -> subprocess.Popen
     consumer.stdin.flush()
     if consumer.stdout.readline() != b"written\n":
         raise RuntimeError("the consumer did not write")
+    if channel.args.get("device"):
+        channel.report("checked", text=check_tier(node, agent_node.tier_of_args()).message)
     channel.report("written", volume=live.volume_id, pid=consumer.pid)
     return consumer
 
