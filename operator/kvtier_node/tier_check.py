@@ -59,13 +59,18 @@ def check_tier(node: Node, tier: KVCacheTier) -> TierCheck:
                 return {row.volume_id for row in node.ledger.volumes() if os.path.dirname(row.place) == path}
 
             node.places.refuse_foreign(directory, known)
-            # A device that a volume of kvtier's has is in use, and holds data: that is no news.
-            taken = {row.spec.get("device") for row in node.ledger.volumes() if not row.is_terminal}
-            device = None if tier.spec.device in taken else tier.spec.device
-            backend, reasons = choose_backend(tier, directory, device=device)
+            backend, reasons = choose_backend(tier, directory, device=_device_to_look_at(node, tier))
             refuse_too_large(directory, tier, backend)
     except OSError as error:
         return TierCheck(Reason.PROVISIONING_FAILED, str(refused(error, tier.spec.path)))
     except KvtierError as error:
         return TierCheck(next(reason for kind, reason in _REASONS if isinstance(error, kind)), str(error))
     return TierCheck(None, f"{backend.name.value}: {reasons[backend.name]}", backend.name)
+
+
+def _device_to_look_at(node: Node, tier: KVCacheTier) -> str | None:
+    """The tier's, unless a volume of kvtier's has it: then it is in use, and holds data, which is no news."""
+    device = tier.spec.device
+    if device is None or any(not row.is_terminal and row.spec.get("device") == device for row in node.ledger.volumes()):
+        return None
+    return device

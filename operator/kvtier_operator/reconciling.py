@@ -205,13 +205,12 @@ class Reconciler:
 
         Raises Conflict where the API server has the tier, or a volume of it that has not ended, and memory has not.
         """
-        namespace, name = request.tier
         known = {volume.uid for volume in self._view.volumes(request.tier)}
-        async for body in self._kube.list(VOLUMES, namespace, fields=f"spec.tierRef.name={name}"):
-            volume = volume_facts(body)
+        for volume in await self._list_volumes(request.tier):
             if not volume.is_final and volume.uid not in known:
                 raise Conflict(f"its volume {volume.name} is newer than memory", obj="/".join(request.key))
         if self._view.tier(request.tier) is None:
+            namespace, name = request.tier
             try:
                 await self._kube.get(TIERS, name, namespace)
             except Missing:
@@ -228,9 +227,7 @@ class Reconciler:
         if not unproven:
             return
         known = {(it.key, it.version) for it in self._view.erasures(request.tier)}
-        async for body in self._kube.list(
-            ERASURES, request.namespace, fields=f"spec.tierRef.name={request.spec.tier_ref.name}"
-        ):
+        async for body in self._kube.list(ERASURES, request.namespace, fields=_of_tier(request.tier)):
             try:
                 fact = erasure_facts(body)
             except InvalidResource:
@@ -311,9 +308,7 @@ class Reconciler:
 
     async def _release(self, key: Key) -> None:
         """The last step of a deletion. Memory is not trusted: the volumes are read from the API server first."""
-        fresh = [
-            volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=f"spec.tierRef.name={key[1]}")
-        ]
+        fresh = await self._list_volumes(key)
         for volume in fresh:
             self._take(volume)
         tier = self._view.tier(key)
@@ -330,6 +325,10 @@ class Reconciler:
         elif (known := self._view.tier(key)) is not None and known.meta.uid == tier.meta.uid:
             self._drop(TierFacts, key)  # not one that was made anew meanwhile
 
+    async def _list_volumes(self, key: Key) -> list[VolumeFacts]:
+        """The tier's volumes as the API server has them now. Raises ApiProblem."""
+        return [volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=_of_tier(key))]
+
     async def _read_again(self, key: Key) -> None:
         """The tier and all that belongs to it, from the API server. What comes to memory meanwhile is newer than the answers."""
         tier = self._view.tier(key)
@@ -340,15 +339,15 @@ class Reconciler:
         except Missing:
             if self._view.tier(key) == tier:
                 self._drop(TierFacts, key)
-        fields = f"spec.tierRef.name={key[1]}"
-        volumes = [volume_facts(body) async for body in self._kube.list(VOLUMES, key[0], fields=fields)]
+        volumes = await self._list_volumes(key)
         for volume in volumes:
             self._take(volume)
+        listed = {volume.key for volume in volumes}
         for known in self._view.volumes(key):
-            if known.key not in {volume.key for volume in volumes} and (known.key, known.version) in volumes_before:
+            if known.key not in listed and (known.key, known.version) in volumes_before:
                 self._drop(VolumeFacts, known.key)
         erasures = set()
-        async for body in self._kube.list(ERASURES, key[0], fields=fields):
+        async for body in self._kube.list(ERASURES, key[0], fields=_of_tier(key)):
             try:
                 fact = erasure_facts(body)
             except InvalidResource as error:
@@ -400,6 +399,11 @@ def _reports(snapshot: Snapshot) -> Hashable:
         (it.uid, it.state, it.state_since, it.deleting, it.abandon, *it.conditions.values()) for it in snapshot.volumes
     )
     return frozenset(volumes), frozenset(it.uid for it in snapshot.erasures if it.is_record)
+
+
+def _of_tier(key: Key) -> str:
+    """The field selector of what belongs to a tier."""
+    return f"spec.tierRef.name={key[1]}"
 
 
 def _name(key: Key) -> str:
